@@ -1,0 +1,21 @@
+"""Attention whose derivatives, of any mode and order, run as flash kernels.
+
+Public names are resolved on first use, so that importing the package, or its kernels, imports neither JAX nor PyTorch.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+__all__ = ["dot_product_attention"]
+
+_HOME = {"dot_product_attention": "jax_flash_jvp.attention"}
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""The Triton kernels.  Nothing below imports JAX or PyTorch: a framework launches them through a `Launcher`."""

@@ -1,0 +1,57 @@
+"""What a framework provides to run kernels: the contract between the jobs and JAX, PyTorch or numpy."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Output(NamedTuple):
+    """An array that a kernel writes, contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Rows(NamedTuple):
+    """An input that a kernel reads through a TMA descriptor: [B, H, L, D] of an array [B, L, H, D], `rows` rows at a time."""
+
+    array: Any
+    rows: int
+
+    def view(self, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shape, strides and block of the descriptor, for an array of these strides."""
+        b, length, h, d = self.array.shape
+        s_b, s_l, s_h, s_d = strides
+        return (b, h, length, d), (s_b, s_h, s_l, s_d), (1, 1, self.rows, d)
+
+
+class Launcher(Protocol):
+    """Launches kernels whose parameters are, in this order: inputs, scalars, outputs, constexprs."""
+
+    target: int | str  # compute capability, 90 for sm_90, or "interpret": selects the tiles
+    descriptors: bool  # can it pass `Rows`?
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        """Strides of `array` in elements."""
+        ...
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        inputs: Sequence[Any],
+        scalars: Sequence[int | float],
+        outputs: Sequence[Output],
+        constants: dict[str, Any],
+        num_warps: int,
+        num_stages: int,
+        registers: int | None = None,
+    ) -> Sequence[Any]:
+        """Run `grid` programs and return the outputs.  A None input is never read: any pointer will do.  `registers` caps
+        those of a thread."""
+        ...
+
+
+def pointers(inputs: Sequence[Any]) -> list[Any]:
+    """`inputs` with some array in the place of each None."""
+    present = next((i for i in inputs if i is not None and not isinstance(i, Rows)), None)
+    return [present if i is None else i for i in inputs]

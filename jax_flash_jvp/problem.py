@@ -1,0 +1,139 @@
+"""One attention call, described: its static part, its arrays, and every error that its arguments can raise.
+
+Imports no framework: shapes are tuples and dtypes are names, so that JAX and PyTorch share the descriptions and the texts.
+Everywhere below the public functions the logical layout is
+
+    query [*, B, T, N, H]    key [*, B, S, K, H]    value [*, B, S, K, Hv]    output [*, B, T, N, Hv]
+    bias, mask [*, 1|B, 1|N, 1|T, 1|S]    query_lengths, key_lengths [*, B]    log_sum_exp [*, B, N, T]
+
+where `*` stands for the leading axes that vmap adds, and K divides N (grouped-query attention).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+MAX_HEAD_DIM = 256
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+KERNEL_DTYPES = ("float16", "bfloat16", "float32")
+KERNEL_IMPLEMENTATIONS = ("triton", "hopper", "portable")  # any kernels, or those of one family
+
+
+class Operands(NamedTuple):
+    """The arrays of a call.  Absent ones are None; in a tangent, None also means zero."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    mask: Any = None
+    query_lengths: Any = None
+    key_lengths: Any = None
+
+
+DIFFERENTIABLE = 4  # the first four of Operands have tangents; the rest select
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static part of a call: hashable, so that it can be a parameter of a compiled function."""
+
+    scale: float
+    is_causal: bool = False
+    window: tuple[int, int] | None = None  # (left, right): keys from i - left to i + right
+    precision: str = "ieee"  # of float32 products: "ieee" or "tf32"
+    implementation: str | None = None  # None: the kernels on a GPU where they serve the call, else the tiled reference
+
+
+def shape_of(name: str, array: Any) -> tuple[int, ...]:
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        raise TypeError(f"`{name}` must be an array: got {type(array).__name__}")
+    return tuple(shape)
+
+
+def dtype_of(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def check_operands(x: Operands) -> None:
+    """Raise a ValueError or TypeError unless the (four-dimensional) arrays describe one attention call."""
+    query, key, value = (shape_of(n, a) for n, a in zip(("query", "key", "value"), x[:3], strict=True))
+    _check_dtypes(x)
+    if not query[0] == key[0] == value[0]:
+        raise ValueError(
+            f"`query`, `key` and `value` must have the same batch size: got {query[0]}, {key[0]} and {value[0]}"
+        )
+    if key[1] != value[1]:
+        raise ValueError(f"`value` must be as long as `key`: got {value[1]} rows in value and {key[1]} in key")
+    if key[2] != value[2]:
+        raise ValueError(f"`value` must have as many heads as `key`: got {value[2]} heads in value and {key[2]} in key")
+    if query[3] != key[3]:
+        raise ValueError(
+            f"`key` must have as many channels as `query`: got query[..., {query[3]}] and key[..., {key[3]}]"
+        )
+    if key[2] == 0 or query[2] % key[2]:
+        raise ValueError(
+            f"the number of heads of `query` must be a multiple of that of `key`: got {query[2]} and {key[2]}"
+        )
+    for name, channels in (("query", query[3]), ("value", value[3])):
+        if not 1 <= channels <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"`{name}` must have between 1 and {MAX_HEAD_DIM} channels a head: got {name}[..., {channels}]; "
+                "split the channels over more heads"
+            )
+    scores = (query[0], query[2], query[1], key[1])
+    for name, array in (("bias", x.bias), ("mask", x.mask)):
+        if array is not None:
+            _check_broadcast(name, shape_of(name, array), scores)
+    for name, array in (("query_seq_lengths", x.query_lengths), ("key_value_seq_lengths", x.key_lengths)):
+        if array is not None and shape_of(name, array) != query[:1]:
+            raise ValueError(f"`{name}` must have shape ({query[0]},), one length a batch entry: got {array.shape}")
+
+
+def _check_dtypes(x: Operands) -> None:
+    dtype = dtype_of(x.query)
+    if dtype not in DTYPES:
+        raise TypeError(f"`query` must be one of {', '.join(DTYPES)}: got {dtype}; cast it first")
+    for name, array in (("key", x.key), ("value", x.value)):
+        if dtype_of(array) != dtype:
+            raise TypeError(f"`{name}` must have the dtype of `query`: got {dtype_of(array)} and {dtype}; cast one of them")
+    if x.bias is not None and dtype_of(x.bias) not in DTYPES:
+        raise TypeError(
+            f"`bias` must be one of {', '.join(DTYPES)}: got {dtype_of(x.bias)}; a boolean array belongs in `mask`"
+        )
+    if x.mask is not None and dtype_of(x.mask) != "bool":
+        raise TypeError(
+            f"`mask` must be boolean, True where a query attends: got {dtype_of(x.mask)}; "
+            "cast it, or pass an additive mask as `bias`"
+        )
+    for name, array in (("query_seq_lengths", x.query_lengths), ("key_value_seq_lengths", x.key_lengths)):
+        if array is not None and dtype_of(array) != "int32":
+            raise TypeError(f"`{name}` must be int32: got {dtype_of(array)}; cast it")
+
+
+def _check_broadcast(name: str, shape: Sequence[int], scores: Sequence[int]) -> None:
+    fits = len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, scores, strict=True))
+    if not fits:
+        raise ValueError(
+            f"`{name}` must broadcast to (batch, query heads, query length, key length) = {tuple(scores)}: got {tuple(shape)}"
+        )
+
+
+def unserved(x: Operands, problem: Problem) -> str | None:
+    """What of this call the kernels do not serve, or None."""
+    for name, array in (
+        ("bias", x.bias),
+        ("mask", x.mask),
+        ("query_seq_lengths", x.query_lengths),
+        ("key_value_seq_lengths", x.key_lengths),
+    ):
+        if array is not None:
+            return f"`{name}`"
+    if problem.window is not None:
+        return "`local_window_size`"
+    if dtype_of(x.query) not in KERNEL_DTYPES:
+        return f"{dtype_of(x.query)} arrays"
+    if x.value.shape[-1] != x.query.shape[-1]:
+        return "a `value` whose channels differ from those of `query`"
+    return None
