@@ -1,0 +1,125 @@
+"""Compiles a kernel ahead of time, on any machine, and reads off what it would take of a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+# The most shared memory that a block may ask for, in bytes, by compute capability.
+SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
+# Columns of tensor memory. Beyond them Triton emits a kernel that traps: no matrix instructions, no spills.
+TENSOR_MEMORY_LIMIT = 512
+
+_INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma.sync": r"mma\.sync", "tcgen05.mma": r"tcgen05\.mma"}
+_ASYNC_COPY = r"cp\.async\.(?:c[ag]|bulk\.tensor)"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread (registers, stack and spills, in bytes) and one block of a compiled kernel use."""
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+    tensor_memory: int
+    mma: Mapping[str, int]
+    async_copies: int
+    ptx: str = field(repr=False, compare=False)
+
+    def fits(self, capability: int) -> bool:
+        """Whether a GPU of this compute capability can launch the kernel. The compiler does not check."""
+        return self.shared <= SHARED_LIMITS[capability] and self.tensor_memory <= TENSOR_MEMORY_LIMIT
+
+
+def compiled(
+    kernel: triton.JITFunction,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    capability: int,
+    num_warps: int,
+    num_stages: int,
+) -> Resources:
+    """Compiles `kernel` as jax-triton does: arrays aligned to 16 bytes, nothing known of the integers.
+
+    Args:
+        kernel: a function decorated with `triton.jit`.
+        signature: the Triton type of each parameter that is no constant: "*bf16", "i32", "fp32", ...
+        constants: the values of the others. An integer argument of 1 belongs here as well, being made a constant.
+        capability: the compute capability, 90 for a Hopper GPU.
+        num_warps: warps of a block.
+        num_stages: depth of the software pipeline.
+    """
+    names = list(kernel.arg_names)
+    if set(signature) & set(constants) or set(signature) | set(constants) != set(names):
+        raise ValueError(f"`signature` and `constants` must name each parameter once: got {[*signature, *constants]} "
+                         f"for {names}")  # fmt: skip
+    types = {name: signature.get(name, "constexpr") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    with _cache_directory():
+        binary = triton.compile(ASTSource(kernel, types, places, aligned), GPUTarget("cuda", capability, 32), options)
+    ptx = binary.asm["ptx"]
+    registers, stack = _registers_and_stack(binary.asm["cubin"])
+    spill_stores, spill_loads = _spills(ptx, capability) if stack else (0, 0)
+    return Resources(
+        registers=registers,
+        stack=stack,
+        spill_stores=spill_stores,
+        spill_loads=spill_loads,
+        shared=binary.metadata.shared,
+        tensor_memory=getattr(binary.metadata, "tmem_size", None) or 0,
+        mma={name: count for name, pattern in _INSTRUCTIONS.items() if (count := len(re.findall(pattern, ptx)))},
+        async_copies=len(re.findall(_ASYNC_COPY, ptx)),
+        ptx=ptx,
+    )
+
+
+@contextmanager
+def _cache_directory() -> Iterator[None]:
+    """Triton's ordinary cache, even after jax-triton 0.3.1, which sets its directory to the empty string."""
+    empty = os.environ.get("TRITON_CACHE_DIR") == ""
+    if empty:
+        del os.environ["TRITON_CACHE_DIR"]
+    try:
+        yield
+    finally:
+        if empty:
+            os.environ["TRITON_CACHE_DIR"] = ""
+
+
+def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
+    return int(registers), int(stack)
+
+
+def _spills(ptx: str, capability: int) -> tuple[int, int]:
+    """Bytes stored and loaded. A stack may also hold indexed arrays, so its size does not tell."""
+    target = re.search(r"\.target (\w+)", ptx)[1]
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "kernel.ptx")
+        file.write_text(ptx)
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", file, "-o", f"{directory}/kernel.cubin"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
+    return int(stores), int(loads)
