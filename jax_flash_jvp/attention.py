@@ -1,0 +1,160 @@
+"""The public function."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_flash_jvp.differentiation import attend
+from jax_flash_jvp.problem import KERNEL_IMPLEMENTATIONS, Operands, Problem, check_operands, unserved
+
+IMPLEMENTATIONS = (None, *KERNEL_IMPLEMENTATIONS, "xla", "interpret")
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
+
+    .. math::  O = \mathrm{softmax}(\sigma Q K^T + B) V
+
+    Arguments and results are those of :func:`jax.nn.dot_product_attention`.  In shapes, B is the batch size, T the number
+    of queries, S of keys, N the number of query heads, K of key heads, H the channels of a head.
+
+    Args:
+      query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64; H at most 256.
+      key: [B, S, K, H] or [S, K, H], in the dtype of `query`.  N must be a multiple of K: with K < N, consecutive groups of
+        N // K query heads share a key head (grouped-query attention, arXiv:2305.13245).
+      value: [B, S, K, H] or [S, K, H], like `key`.
+      bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S].  Differentiable.
+      mask: boolean, True where a query attends to a key; broadcast to [B, N, T, S].
+      scale: σ, a number; 1 / sqrt(H) by default.
+      is_causal: query i attends to keys 0 … i.
+      query_seq_lengths: int32 [B]; queries from there on give zeros.
+      key_value_seq_lengths: int32 [B]; keys from there on are hidden.
+      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right.
+      implementation: None chooses the kernels on an NVIDIA GPU where they serve the call, and the tiled reference
+        elsewhere.  "triton": the kernels, or an error; "hopper"
+        and "portable" name one family of them.  "xla": the tiled reference, pure JAX on any platform.
+        "interpret": the kernels on numpy, slowly, for debugging them.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      The output, in the shape and dtype of `query`; with `return_residual`, a pair of it and of the log-sum-exp (natural
+      logarithm) of each row of scores, [B, T, N] or [T, N], in float32 (float64 for float64 arrays), differentiable like
+      the output.  Scores and sums are accumulated in float32 (float64).  A query that sees no key gives zeros and -inf,
+      with zero derivatives.
+
+    Raises:
+      ValueError: shapes that do not fit, or an `implementation` that does not serve the call.
+      TypeError: dtypes that are not supported or differ, or a traced `scale`.
+
+    Float32 products follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.
+
+    FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
+    """
+    arrays = dict(query=query, key=key, value=value, bias=bias, mask=mask)
+    lengths = dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
+    given = {name: _as_array(name, a) for name, a in {**arrays, **lengths}.items()}
+    ndim = given["query"].ndim
+    for name in ("query", "key", "value"):
+        if given[name].ndim != ndim or ndim not in (3, 4):
+            raise ValueError(
+                f"`query`, `key` and `value` must all have shape [batch, length, heads, channels] or all "
+                f"[length, heads, channels]: got {name} of shape {given[name].shape}"
+            )
+    for name in arrays:
+        if given[name] is not None:
+            given[name] = _four_dimensional(name, given[name])
+    x = Operands(*given.values())
+    check_operands(x)
+    problem = Problem(
+        scale=_number("scale", scale, x.query.shape[-1] ** -0.5),
+        is_causal=_flag("is_causal", is_causal),
+        window=_window(local_window_size),
+        precision=_precision(),
+        implementation=implementation,
+    )
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"`implementation` must be one of {IMPLEMENTATIONS}: got {implementation!r}")
+    reason = unserved(x, problem)
+    if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") and reason is not None:
+        raise ValueError(
+            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla'"
+        )
+    output, log_sum_exp = attend(problem, *x)
+    residual = jnp.swapaxes(log_sum_exp, 1, 2)
+    if ndim == 3:
+        output, residual = output[0], residual[0]
+    return (output, residual) if return_residual else output
+
+
+def _as_array(name: str, a: Any) -> Any:
+    if a is None:
+        if name in ("query", "key", "value"):
+            raise TypeError(f"`{name}` must be an array: got None")
+        return None
+    try:
+        return jnp.asarray(a)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be an array: got {type(a).__name__}") from error
+
+
+def _four_dimensional(name: str, a: jax.Array) -> jax.Array:
+    if a.ndim > 4:
+        raise ValueError(f"`{name}` must have at most four dimensions: got shape {a.shape}")
+    return a.reshape((1,) * (4 - a.ndim) + a.shape)
+
+
+def _number(name: str, value: Any, default: float) -> float:
+    if value is None:
+        return default
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"`{name}` must be a number known when the call is traced; multiply `query` by it instead")
+    try:
+        value = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be a number: got {type(value).__name__}") from error
+    if not np.isfinite(value):
+        raise ValueError(f"`{name}` must be finite: got {value}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
+    return bool(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _window(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    pair = (size, size) if _is_integer(size) else size
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_integer, pair))):
+        raise TypeError(f"`local_window_size` must be an integer or a pair of integers: got {size!r}")
+    if min(pair) < 0:
+        raise ValueError(f"`local_window_size` must not be negative: got {size!r}")
+    return int(pair[0]), int(pair[1])
+
+
+def _precision() -> str:
+    """Of float32 products in the kernels, from the matrix-product precision in force."""
+    return "ieee" if str(jax.config.jax_default_matmul_precision).lower() in ("highest", "float32") else "tf32"

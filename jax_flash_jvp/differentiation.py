@@ -1,0 +1,204 @@
+"""The attention family: which kernel is whose tangent and whose transpose.
+
+x are the operands, y = (o, ℓ) the results; tx and ty = (ȯ, μ) their tangents; cy = (G, g) and cty = (H, h) the cotangents
+of y and ty.  The derivation stands in kernels/README.md.
+
+    kernel             of                         result     linear in    its tangent is         its transpose is
+    forward            x                          y                       forward_dual
+    forward_dual       x, tx                      y, ty      tx           second
+    tangent            x, y, tx                   ty         tx           second                 backward
+    second             x, tx, (y, ty), (ẋ, ṫx)    ẏ, ṫy      ẋ, ṫx        (reference)            backward_dual
+    backward           x, y, cy                   dx         cy           backward_dual          tangent
+    backward_dual      x, y, cty, (tx, ty, cy)    dtx, dx                 (reference)
+    backward_tangent   x, y, cty, dtx, (…)        dx         (tx, ty, cy) (reference)            tangent, backward_dual
+
+One convention holds throughout: y and ty are functions of x and tx.  A rule takes the tangents of y and ty as hints where
+it has them, gives y and ty zero cotangents, and x and tx total ones.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash_jvp import launch
+from jax_flash_jvp.kernel_primitive import KernelPrimitive, all_none, is_zero, tie
+from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
+
+SAVED_NAME = "attention"  # what a checkpoint policy names to save (o, ℓ)
+Mask = tuple[bool, ...]  # which of the Operands
+
+
+# ------------------------------------------------------------------------------------------------ shapes
+
+
+def _statistic(x: Operands) -> jax.ShapeDtypeStruct:
+    *lead, length, heads, _ = x.query.shape
+    return jax.ShapeDtypeStruct((*lead, heads, length), jnp.promote_types(x.query.dtype, jnp.float32))
+
+
+def _output(x: Operands) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*x.query.shape[:-1], x.value.shape[-1]), x.query.dtype)
+
+
+def _y_shapes(x: Operands, *_, **__) -> tuple:
+    return _output(x), _statistic(x)
+
+
+def _dual_shapes(x: Operands, *_, **__) -> tuple:
+    return _y_shapes(x), _y_shapes(x)
+
+
+def _gradient_shapes(x: Operands, *_, want: Mask, **__) -> Operands:
+    return Operands(*[jax.ShapeDtypeStruct(a.shape, a.dtype) if w else None for a, w in zip(x, want, strict=True)])
+
+
+def _backward_dual_shapes(x: Operands, *_, want: Mask, want_tangent: Mask, **__) -> tuple[Operands, Operands]:
+    return _gradient_shapes(x, want=want), _gradient_shapes(x, want=want_tangent)
+
+
+# ------------------------------------------------------------------------------------------------ the kernels
+
+
+def _kernel(name: str, shapes: Any, job: str) -> KernelPrimitive:
+    return KernelPrimitive("attention_" + name, shapes, launch.implementations(job))
+
+
+forward = _kernel("forward", _y_shapes, "forward")
+forward_dual = _kernel("forward_dual", _dual_shapes, "forward_dual")
+tangent = _kernel("tangent", _y_shapes, "tangent")
+second = _kernel("second", _dual_shapes, "second")
+backward = _kernel("backward", _gradient_shapes, "backward")
+backward_dual = _kernel("backward_dual", _backward_dual_shapes, "backward_dual")
+backward_tangent = _kernel("backward_tangent", _gradient_shapes, "backward_tangent")
+
+
+def _mask(wanted: Any) -> Mask:
+    return tuple(bool(w) for w in wanted)
+
+
+# ------------------------------------------------------------------------------------------------ the forward side
+
+
+@forward.def_jvp
+def _(args, tangents, *, problem):
+    return forward_fused(args[0], tangents[0], problem=problem)
+
+
+@forward_dual.def_jvp
+def _(args, tangents, *, problem):
+    (x, tx), (xd, txd) = args, tangents
+    out = y, _ = forward_fused(x, tx, problem=problem)
+    if all_none(xd):
+        return out, (None, tangent(x, y, txd, problem=problem))
+    return out, second(x, tx, out, (xd, txd), problem=problem)
+
+
+@tangent.def_jvp
+def _(args, tangents, *, problem):
+    (x, y, tx), (xd, _, txd) = args, tangents
+    ty = tangent(x, y, tx, problem=problem)
+    if all_none(xd):
+        return ty, tangent(x, y, txd, problem=problem)
+    return ty, second(x, tx, (y, ty), (xd, txd), problem=problem)[1]
+
+
+@tangent.def_transpose
+def _(x, y, *, wanted, cotangent, problem):
+    return backward(x, y, cotangent, problem=problem, want=_mask(wanted))
+
+
+@second.def_transpose
+def _(x, tx, out, *, wanted, cotangent, problem):
+    (y, ty), (cy, cty), (want, want_t) = out, cotangent, map(_mask, wanted)
+    if all_none(cty):
+        return backward(x, y, cy, problem=problem, want=want), None
+    if not any(want):
+        return None, backward(x, y, cty, problem=problem, want=want_t)
+    dtx, dx = backward_dual(x, y, cty, (tx, ty, cy), problem=problem, want=want_t, want_tangent=want)
+    return dx, dtx
+
+
+@second.def_dce
+def _(args, used, *, problem):
+    """The transposition of a scan makes zero cotangents of tangents into arrays; where it then drops what depends on
+    them, the consistency step keeps its plain kernels."""
+    x, _, (y, _), (xd, _) = args
+    return None if any(used[2:]) else (tangent, (x, y, xd), dict(problem=problem), range(2))
+
+
+forward_fused = tie(
+    forward, forward_dual, tangent, saved_name=SAVED_NAME, split=lambda static: (static, static, 2)
+)
+
+
+# ------------------------------------------------------------------------------------------------ the backward side
+
+
+@backward.def_jvp
+def _(args, tangents, *, problem, want):
+    (x, y, cy), (xd, yd, cyd) = args, tangents
+    if all_none(xd):
+        dx = backward(x, y, cy, problem=problem, want=want)
+        return dx, backward(x, y, cyd, problem=problem, want=want)
+    if any(t is None for t in yd):
+        yd = tangent(x, y, xd, problem=problem)
+    return backward_fused(x, y, cy, (xd, yd, cyd), problem=problem, want=want, want_tangent=want)
+
+
+@backward.def_transpose
+def _(x, y, *, wanted, cotangent, problem, want):
+    return tangent(x, y, cotangent, problem=problem)
+
+
+@backward.def_dce
+def _(args, used, *, problem, want):
+    """Gradients that nobody wants are not computed."""
+    if all(used):
+        return None
+    still = iter(used)
+    keep = tuple(w and next(still) for w in want)
+    return backward, args, dict(problem=problem, want=keep), [i for i, u in enumerate(used) if u]
+
+
+@backward_tangent.def_transpose
+def _(x, y, cty, dtx, *, wanted, cotangent, problem, want):
+    """The linear map is (ẋ, Ġ) → tangent of backward(x, y, H): its transpose at c sends Ġ to tangent(c), and x to the
+    tangent along c of the gradient, by the symmetry of second derivatives."""
+    want_x, _, want_cy = wanted
+    ty = tangent(x, y, cotangent, problem=problem)
+    dx = None
+    if any(want_x):
+        keep = dict(want=(False,) * len(x), want_tangent=_mask(want_x))
+        dx = backward_dual(x, y, cty, (cotangent, ty, (None, None)), problem=problem, **keep)[1]
+    return dx, None, tuple(t if w else None for t, w in zip(ty, want_cy, strict=True))
+
+
+def _split_backward(static):
+    problem, want, want_t = static["problem"], static["want"], static["want_tangent"]
+    return dict(problem=problem, want=want), dict(problem=problem, want=want_t), sum(want)
+
+
+backward_fused = tie(backward, backward_dual, backward_tangent, saved_name=SAVED_NAME, split=_split_backward)
+
+for _kernel_primitive, _job in ((second, "second"), (backward_dual, "total_backward_dual"), (backward_tangent, "total_backward_tangent")):
+    _kernel_primitive.def_high_order(launch.reference_job(_job))
+
+
+# ------------------------------------------------------------------------------------------------ the function
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def attend(problem: Problem, *x: Any) -> tuple[Any, Any]:
+    """(o, ℓ) of the operands x.  The custom JVP sees which tangents are zero before any kernel is bound."""
+    return forward(Operands(*x), problem=problem)
+
+
+@functools.partial(attend.defjvp, symbolic_zeros=True)
+def _(problem, x, tx):
+    tx = Operands(*[None if is_zero(t) else t for t in tx[:DIFFERENTIABLE]])
+    if all_none(tx):
+        y = forward(Operands(*x), problem=problem)
+        return y, tuple(map(jnp.zeros_like, y))
+    return forward_dual(Operands(*x), tx, problem=problem)

@@ -1,0 +1,364 @@
+"""An opaque call over pytrees of arrays, with hooks for every transformation of JAX.  Knows nothing of attention.
+
+`jax.custom_vjp` forbids forward mode, so a kernel that is to be differentiated in any mix of modes needs primitives of its
+own.  A `KernelPrimitive` binds one, and lets its rules be written over the arguments as they were passed: pytrees, in
+which None stands for an absent array and, in tangents and cotangents, for a symbolic zero.
+
+`tie(primal, dual, linear)` relates the three faces of one function f:
+
+    primal(*args)                 -> f(args)
+    dual(*args, tangents)         -> f(args), f'(args)·tangents          one fused kernel
+    linear(*args, out, tangents)  -> f'(args)·tangents, given out = f(args)
+
+The JVP rule of the primal binds the dual.  Where JAX evaluates partially (linearize, grad, scan, cond, checkpoint), the
+dual falls apart into the primal, which is known, and the linear face, which is not and can be transposed.
+
+Only names that JAX exports outside `jax._src` are used.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
+
+eager_calls: collections.Counter[str] = collections.Counter()  # of kernels called outside jit, by name: for tests
+kernels: dict[str, "KernelPrimitive"] = {}
+
+
+# ---------------------------------------------------------------------------------------------- pytrees with holes
+
+
+def all_none(tree: Any) -> bool:
+    return all(leaf is None for leaf in tree_leaves(tree))
+
+
+def leaves_like(tree: Any, other: Any) -> list[Any]:
+    """The leaves of `other` at the leaves of `tree`; a None in `other` stands for as many Nones as `tree` has there."""
+    if isinstance(tree, tuple):
+        parts = [None] * len(tree) if other is None else other
+        return [leaf for a, b in zip(tree, parts, strict=True) for leaf in leaves_like(a, b)]
+    return [] if tree is None else [other]
+
+
+def is_zero(tangent: Any) -> bool:
+    return (
+        tangent is None
+        or type(tangent) in (ad.Zero, jax.custom_derivatives.SymbolicZero)
+        or getattr(tangent, "dtype", None) == jax.dtypes.float0
+    )
+
+
+def _zero(x: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+# ---------------------------------------------------------------------------------------------- axes of shard_map
+
+
+def _varying(tree: Any) -> frozenset:
+    """The manual mesh axes over which some leaf varies."""
+    return frozenset().union(*[jax.typeof(a).mat.varying for a in tree_leaves(tree)])
+
+
+def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
+    """Inside shard_map the operands of a primitive must vary over the same mesh axes."""
+    axes = _varying(leaves)
+    missing = [tuple(axes - jax.typeof(a).mat.varying) for a in leaves]
+    return [jax.lax.pcast(a, m, to="varying") if m else a for a, m in zip(leaves, missing, strict=True)]
+
+
+def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Results vary over the operands' manual axes; an Explicit axis that vmap runs over stays on the leading axis."""
+    plain = [jax.core.ShapedArray(o.shape, o.dtype) for o in outputs]
+    mesh = operands[0].sharding.mesh
+    if mesh.empty:
+        return plain
+    lead = next((a.sharding.spec[:1] for a in operands if any(a.sharding.spec[:1])), ())
+    manual = ManualAxisType(varying=frozenset().union(*[a.mat.varying for a in operands]))
+    return [
+        o.update(
+            sharding=NamedSharding(mesh, PartitionSpec(*lead, *(None,) * (o.ndim - len(lead)))), manual_axis_type=manual
+        )
+        for o in plain
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- the primitive
+
+
+class KernelPrimitive:
+    """`shapes(*args, **static)` gives the pytree of results as `jax.ShapeDtypeStruct`s; `implementations` maps platforms
+    to functions of the same arguments in JAX terms, "default" serving the platforms that are not named.  Every argument
+    may carry leading axes: those that vmap adds."""
+
+    def __init__(self, name: str, shapes: Callable, implementations: dict[str, Callable]):
+        self.name, self.shapes = name, shapes
+        self.primitive = core.Primitive(name)
+        self.primitive.multiple_results = True
+        self.primitive.def_impl(self._eager)
+        self.primitive.def_abstract_eval(self._abstract)
+        for platform, implementation in implementations.items():
+            mlir.register_lowering(
+                self.primitive,
+                mlir.lower_fun(functools.partial(_flat, implementation), multiple_results=True),
+                platform=None if platform == "default" else platform,
+            )
+        batching.primitive_batchers[self.primitive] = self._batch
+        kernels[name] = self
+
+    def __call__(self, *args: Any, **static: Any) -> Any:
+        leaves, tree = tree_flatten(args)
+        out = self.primitive.bind(*_vary_alike(leaves), tree=tree, **static)
+        return tree_unflatten(self.out_tree(leaves, tree, static), out)
+
+    def out_tree(self, leaves: Sequence[Any], tree: Any, static: dict[str, Any]) -> Any:
+        return jax.tree.structure(self.shapes(*tree_unflatten(tree, leaves), **static))
+
+    def _abstract(self, *avals: Any, tree: Any, **static: Any) -> list[Any]:
+        return _typed(tree_leaves(self.shapes(*tree_unflatten(tree, avals), **static)), avals)
+
+    def _eager(self, *leaves: Any, **params: Any) -> Any:
+        eager_calls[self.name] += 1
+        with jax.disable_jit(False):  # else the jitted bind would come back here
+            return _bind_jitted(*leaves, primitive=self.primitive, params=tuple(params.items()))
+
+    def _batch(self, leaves: Sequence[Any], dims: Sequence[int | None], **params: Any) -> tuple[list[Any], list[int]]:
+        """The mapped axis becomes one more leading axis.  (Merging it with the batch axis here would move data where
+        either is spread over devices.)"""
+        size = next(a.shape[d] for a, d in zip(leaves, dims, strict=True) if d is not None)
+        front = [
+            jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+            for a, d in zip(leaves, dims, strict=True)
+        ]
+        out = self.primitive.bind(*_vary_alike(front), **params)
+        return out, [0] * len(out)
+
+    # ---- rules over pytrees
+
+    def def_jvp(self, rule: Callable) -> Callable:
+        """rule(args, tangents, **static) -> result, tangent of the result."""
+
+        def flat_rule(primals, tangents, *, tree, **static):
+            tangents = [None if is_zero(t) else t for t in tangents]
+            out, t_out = rule(tree_unflatten(tree, primals), tree_unflatten(tree, tangents), **static)
+            pairs = zip(tree_leaves(out), leaves_like(out, t_out), strict=True)
+            return tree_leaves(out), [_zero(o) if t is None else t for o, t in pairs]
+
+        ad.primitive_jvps[self.primitive] = flat_rule
+        return rule
+
+    def def_transpose(self, rule: Callable) -> Callable:
+        """rule(*args, wanted, cotangent, **static) -> cotangent of the last argument; the kernel is linear in those
+        leaves of it that `wanted` marks, and `args` are the others before it."""
+
+        def flat_rule(cotangents, *leaves, tree, **static):
+            unknown = [ad.is_undefined_primal(a) for a in leaves]
+            avals = [a.aval if u else a for a, u in zip(leaves, unknown, strict=True)]
+            args = tree_unflatten(tree, [None if u else a for a, u in zip(leaves, unknown, strict=True)])
+            cotangent = tree_unflatten(
+                self.out_tree(avals, tree, static), [None if is_zero(c) else c for c in cotangents]
+            )
+            got: list[Any] = []
+            if not all_none(cotangent):
+                wanted = tree_unflatten(tree, unknown)[-1]
+                got = leaves_like(wanted, rule(*args[:-1], wanted=wanted, cotangent=cotangent, **static))
+            got = [None] * (len(leaves) - len(got)) + got
+            zeros = [ad.Zero(a) if u else None for a, u in zip(avals, unknown, strict=True)]
+            return [z if c is None or not u else c for c, z, u in zip(got, zeros, unknown, strict=True)]
+
+        ad.primitive_transposes[self.primitive] = flat_rule
+        self.transpose = rule
+        return rule
+
+    def def_dce(self, rule: Callable) -> Callable:
+        """rule(args, used, **static) -> None to keep the equation, or a cheaper (kernel, args, static, positions), where
+        positions say which of the old results the new kernel's results are.  `used` marks the leaves of the result."""
+
+        def flat_rule(used, *rest):  # JAX 0.12 passes the live inputs before the equation
+            eqn = rest[-1]
+            if not any(used):
+                return [False] * len(eqn.invars), None
+            new = rule(tree_unflatten(eqn.params["tree"], eqn.invars), list(used), **_static(eqn))
+            if new is None:
+                return [True] * len(eqn.invars), eqn
+            new_eqn = _equation(eqn, *new)
+            return [any(v is w for w in new_eqn.invars) for v in eqn.invars], new_eqn
+
+        pe.dce_rules[self.primitive] = flat_rule
+        return rule
+
+    def def_high_order(self, reference: Callable) -> None:
+        """Differentiate this kernel by JAX's own rules, applied to `reference`, the same function in pure JAX."""
+
+        @self.def_jvp
+        def rule(args, tangents, **static):
+            leaves, tree = tree_flatten(args)
+            t_leaves = leaves_like(args, tangents)
+            moving = [i for i, t in enumerate(t_leaves) if t is not None]
+
+            def along(*moved):
+                full = list(leaves)
+                for i, leaf in zip(moving, moved, strict=True):
+                    full[i] = leaf
+                return reference(*tree_unflatten(tree, full), **static)
+
+            _, t_out = jax.jvp(along, [leaves[i] for i in moving], [t_leaves[i] for i in moving])
+            return self(*args, **static), t_out
+
+
+def _flat(implementation: Callable, *leaves: Any, tree: Any, **static: Any) -> list[Any]:
+    return tree_leaves(implementation(*tree_unflatten(tree, leaves), **static))
+
+
+@functools.partial(jax.jit, static_argnames=("primitive", "params"))
+def _bind_jitted(*leaves, primitive, params):
+    return primitive.bind(*leaves, **dict(params))
+
+
+# ---------------------------------------------------------------------------------------------- the three faces
+
+
+def tie(
+    primal: KernelPrimitive,
+    dual: KernelPrimitive,
+    linear: KernelPrimitive,
+    *,
+    saved_name: str,
+    split: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any], int]],
+) -> Callable:
+    """Relate three faces of one function, see above; returns what the primal's JVP rule calls with (*args, tangents).
+
+    split(static of the dual) -> static of the primal, static of the linear face, number of result leaves of the primal.
+    A checkpoint policy saves the primal's results when it accepts the primal or the name `saved_name`.
+    """
+
+    def parts(args: Sequence[Any], static: dict[str, Any]):
+        *known, tangents = args
+        primal_static, linear_static, _ = split(static)
+        return (
+            (primal, tuple(known), primal_static),
+            lambda out: (linear, (*known, out, tangents), linear_static),
+        )
+
+    def apart(args: Sequence[Any], static: dict[str, Any]) -> tuple[Any, Any]:
+        (first, first_args, first_static), rest = parts(args, static)
+        out = first(*first_args, **first_static)
+        second, second_args, second_static = rest(out)
+        return out, second(*second_args, **second_static)
+
+    def fused(*args: Any, **static: Any) -> tuple[Any, Any]:
+        if _varying(args[-1]) <= _varying(args[:-1]):
+            return dual(*args, **static)
+        return apart(args, static)  # fused, the primal result would vary over axes over which its arguments do not
+
+    def evaluate_partially(trace, *tracers, tree, **static):
+        """jax.grad, jax.linearize and the transposition of control flow: the arguments known, the tangents not."""
+        known = [t.is_known() for t in tracers]
+        if all(known):
+            return dual.primitive.bind(*[t.pval.get_known() for t in tracers], tree=tree, **static)
+        if not all(tree_leaves(tree_unflatten(tree, known)[:-1])):
+            return trace.default_process_primitive(dual.primitive, tracers, dict(tree=tree, **static))
+        args = tree_unflatten(tree, [t.pval.get_known() if k else t for t, k in zip(tracers, known, strict=True)])
+        (first, first_args, first_static), rest = parts(args, static)
+        out = first(*first_args, **first_static)
+        second, second_args, second_static = rest(out)
+        with core.set_current_trace(trace):
+            t_out = second(*second_args, **second_static)
+        return tree_leaves((out, t_out))
+
+    def split_equation(policy, unknown, instantiated, eqn):
+        """jax.checkpoint, also around scan and jit: the same split, on an equation.  Returns the known equation, the
+        staged one, which results are unknown, which must be instantiated, and the residuals."""
+        args, static = tree_unflatten(eqn.params["tree"], eqn.invars), _static(eqn)
+        n, m = len(eqn.outvars), split(static)[2]
+        residuals = [
+            v for v, i in zip(eqn.invars, instantiated, strict=True) if isinstance(v, core.Var) and not i
+        ]
+        if not any(unknown):
+            saves = _saves(policy, dual, eqn, saved_name)
+            return (eqn, None, [False] * n, [False] * n, []) if saves else (eqn, eqn, [False] * n, [True] * n, residuals)
+        if any(tree_leaves(tree_unflatten(eqn.params["tree"], unknown)[:-1])):
+            return None, eqn, [True] * n, [True] * n, residuals
+        first, rest = parts(args, static)
+        unknown_out = [False] * m + [True] * (n - m)
+        if not _saves(policy, primal, eqn, saved_name):
+            return _equation(eqn, *first, range(m)), eqn, unknown_out, [True] * n, residuals
+        saved = [core.Var(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars[:m]]
+        first_leaves, first_tree = tree_flatten(first[1])
+        out = tree_unflatten(primal.out_tree([v.aval for v in first_leaves], first_tree, first[2]), saved)
+        return (
+            _equation(eqn, *first, saved), _equation(eqn, *rest(out), range(m, n)),
+            unknown_out, unknown_out, residuals + saved,
+        )  # fmt: skip
+
+    def batch(leaves, dims, *, tree, **static):
+        """vmap over the tangents alone computes the primal once."""
+        mapped = tree_unflatten(tree, [d is not None for d in dims])
+        if any(tree_leaves(mapped[:-1])):
+            return dual._batch(leaves, dims, tree=tree, **static)
+        (first, first_args, first_static), rest = parts(tree_unflatten(tree, leaves), static)
+        out = first(*first_args, **first_static)
+        second, second_args, second_static = rest(out)
+        second_leaves, second_tree = tree_flatten(second_args)
+        count = len(tree_leaves(second_args[-1]))
+        second_dims = [None] * (len(second_leaves) - count) + list(dims[len(dims) - count :])
+        t_out, t_dims = second._batch(second_leaves, second_dims, tree=second_tree, **second_static)
+        return [*tree_leaves(out), *t_out], [None] * len(tree_leaves(out)) + t_dims
+
+    @dual.def_dce
+    def drop_tangents(args, used, **static):
+        (first, first_args, first_static), _ = parts(args, static)
+        m = split(static)[2]
+        return None if any(used[m:]) else (first, first_args, first_static, range(m))
+
+    @dual.def_transpose
+    def transpose(*args, wanted, cotangent, **static):
+        """linear_transpose of a JVP: the dual as a linear function of its tangents."""
+        if not all_none(cotangent[0]):
+            raise ValueError("the primal result of a JVP is not linear in the tangents: it cannot be transposed")
+        (first, first_args, first_static), _ = parts((*args, None), static)
+        out = first(*first_args, **first_static)
+        return linear.transpose(*args, out, wanted=wanted, cotangent=cotangent[1], **split(static)[1])
+
+    pe.custom_partial_eval_rules[dual.primitive] = evaluate_partially
+    pe.partial_eval_jaxpr_custom_rules[dual.primitive] = split_equation
+    batching.primitive_batchers[dual.primitive] = batch
+    return fused
+
+
+# ---------------------------------------------------------------------------------------------- equations
+
+_name_primitive = jax.make_jaxpr(lambda x: checkpoint_name(x, "name"))(1.0).eqns[0].primitive
+
+
+def _static(eqn: Any) -> dict[str, Any]:
+    return {k: v for k, v in eqn.params.items() if k != "tree"}
+
+
+def _equation(eqn: Any, kernel: KernelPrimitive, args: Any, static: dict[str, Any], results: Iterable[Any]) -> Any:
+    """`eqn` with another kernel; results are variables or positions among those of `eqn`."""
+    leaves, tree = tree_flatten(args)
+    outvars = [eqn.outvars[r] if isinstance(r, int) else r for r in results]
+    return eqn.replace(
+        primitive=kernel.primitive, invars=leaves, outvars=outvars, params=dict(tree=tree, **static)
+    )
+
+
+def _saves(policy: Callable, kernel: KernelPrimitive, eqn: Any, name: str) -> bool:
+    """Does the checkpoint policy save this kernel's results?  It is asked about the kernel and about the name.
+    Policies answer with a bool or with an object whose class says so."""
+
+    def yes(answer: Any) -> bool:
+        return answer is True or type(answer).__name__ in ("SaveableType", "Offloadable")
+
+    by_kernel = policy(kernel.primitive, *[v.aval for v in eqn.invars], **eqn.params)
+    return yes(by_kernel) or yes(policy(_name_primitive, eqn.outvars[0].aval, name=name))

@@ -1,0 +1,229 @@
+"""Where a job of attention is computed: by the kernels through jax-triton, by the interpreter, or by the reference.
+
+A job is a function of arrays, x first, and of the static `problem`, `want` and `want_tangent`.  Which implementation
+computes it is settled when JAX lowers it, so that one traced program runs on any platform.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_flash_jvp import interpret, reference
+from jax_flash_jvp.kernel_primitive import leaves_like
+from jax_flash_jvp.kernels import jobs
+from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows, pointers
+from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, Operands, unserved
+
+logger = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------------------------------------------ by the reference
+
+
+def _second(x, tx, _, t, *, problem):
+    """The tangent of (forward, its tangent) along t = (ẋ, ṫx)."""
+    inputs, tangents = (x[:DIFFERENTIABLE], tx[:DIFFERENTIABLE]), (t[0][:DIFFERENTIABLE], t[1][:DIFFERENTIABLE])
+    leaves, tree = jax.tree.flatten(inputs)
+    pairs = zip(leaves, leaves_like(inputs, tangents), strict=True)
+    filled = tree.unflatten([jax.numpy.zeros_like(a) if t is None else t for a, t in pairs])
+    rest = x[DIFFERENTIABLE:]
+    return jax.jvp(lambda x, tx: reference.forward_dual(Operands(*x, *rest), Operands(*tx), problem), inputs, filled)[1]
+
+
+def _backward_dual(x, y, cty, t, *, problem, want, want_tangent):
+    # `want` selects from dtx, the gradients, and `want_tangent` from dx, their tangents; the reference says it from x
+    return reference.backward_dual(x, y, cty, t, problem, want=want_tangent, want_tangent=want)
+
+
+def _backward_tangent(x, y, cty, _, t, *, problem, want):
+    return _backward_dual(x, y, cty, t, problem=problem, want=(False,) * len(want), want_tangent=want)[1]
+
+
+def _total_backward_dual(x, _, cty, t, *, problem, want, want_tangent):
+    """With y and ty computed afresh from x and tx, so that it can be differentiated in them."""
+    tx, _, cy = t
+    y, ty = reference.forward_dual(x, tx, problem)
+    return _backward_dual(x, y, cty, (tx, ty, cy), problem=problem, want=want, want_tangent=want_tangent)
+
+
+def _total_backward_tangent(x, _, cty, __, t, *, problem, want):
+    return _total_backward_dual(x, _, cty, t, problem=problem, want=(False,) * len(want), want_tangent=want)[1]
+
+
+_REFERENCE: dict[str, Callable] = {
+    "forward": lambda x, *, problem: reference.forward(x, problem),
+    "forward_dual": lambda x, tx, *, problem: reference.forward_dual(x, tx, problem),
+    "tangent": lambda x, y, tx, *, problem: reference.tangent(x, y, tx, problem),
+    "second": _second,
+    "backward": lambda x, y, cy, *, problem, want: reference.backward(x, y, cy, problem, want),
+    "backward_dual": _backward_dual,
+    "backward_tangent": _backward_tangent,
+    "total_backward_dual": _total_backward_dual,
+    "total_backward_tangent": _total_backward_tangent,
+}
+
+
+def reference_job(name: str) -> Callable:
+    """The job in pure JAX, mapped over leading axes."""
+
+    def call(x, *args, problem, **static):
+        job = functools.partial(_REFERENCE[name], problem=problem, **static)
+        for _ in x.query.shape[:-4]:
+            job = jax.vmap(job)
+        with jax.default_matmul_precision("float32" if problem.precision == "ieee" else "tensorfloat32"):
+            return job(x, *args)
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------------ by the kernels
+
+
+def _kernel_forward_dual(launcher, problem, x, tx):
+    o, log_sum_exp, t_o, mu = jobs.forward(launcher, problem, x, tx)
+    return (o, log_sum_exp), (t_o, mu)
+
+
+def _kernel_backward_dual(launcher, problem, x, y, cty, t, want, want_tangent):
+    dtx, dx = jobs.backward_dual(launcher, problem, x, y, cty, t, want[:3], want_tangent[:3])
+    return dtx, dx
+
+
+_KERNELS: dict[str, Callable] = {
+    "forward": lambda launcher, problem, x: jobs.forward(launcher, problem, x)[:2],
+    "forward_dual": _kernel_forward_dual,
+    "tangent": lambda launcher, problem, x, y, tx: jobs.tangent(launcher, problem, x, *y, tx),
+    "backward": lambda launcher, problem, x, y, cy, want: jobs.backward(launcher, problem, x, y, cy, want[:3]),
+    "backward_dual": _kernel_backward_dual,
+    "backward_tangent": lambda launcher, problem, x, y, cty, _, t, want: jobs.backward_dual(
+        launcher, problem, x, y, cty, t, (False,) * 3, want[:3]
+    )[1],
+}
+
+
+def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem: Any, **static: Any) -> Any:
+    """The leading axes are folded into the batch: here, where a device sees its own shard alone."""
+    lead = x.query.shape[:-4]
+    if lead:
+        x, *args = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(lead) + 1 :]), (x, *args))
+    out = _KERNELS[name](launcher, problem, x, *args, **static)
+    return jax.tree.map(lambda a: a.reshape(*lead, -1, *a.shape[1:]), out) if lead else out
+
+
+# ------------------------------------------------------------------------------------------------ the choice
+
+
+def implementations(name: str) -> dict[str, Callable]:
+    """By platform, for a `KernelPrimitive`."""
+    return {platform: functools.partial(_run, name, platform) for platform in ("default", "cuda")}
+
+
+def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, **static: Any) -> Any:
+    wanted = problem.implementation
+    if wanted in KERNEL_IMPLEMENTATIONS and platform != "cuda":
+        raise ValueError(
+            f"`implementation`={wanted!r} needs an NVIDIA GPU, and this computation is placed elsewhere; leave "
+            "`implementation` None, or ask for 'xla' (the tiled reference) or 'interpret' (the kernels on numpy)"
+        )
+    nothing_to_do = 0 in x.query.shape or 0 in x.key.shape
+    by_reference = reference_job(name)
+    if wanted == "xla" or name not in _KERNELS or nothing_to_do or (wanted is None and platform != "cuda"):
+        return by_reference(x, *args, problem=problem, **static)
+    reason = unserved(x, problem)
+    if reason is not None:
+        logger.debug("attention %s: the kernels do not serve %s; the tiled reference computes it", name, reason)
+        return by_reference(x, *args, problem=problem, **static)
+    launcher = Interpreter() if wanted == "interpret" else JaxTriton()
+    return _by_kernels(name, launcher, x, *args, problem=problem, **static)
+
+
+# ------------------------------------------------------------------------------------------------ the launchers
+
+
+class _Contiguous:
+    """Arrays of JAX reach a kernel row-major."""
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        strides = [1]
+        for n in array.shape[:0:-1]:
+            strides.append(strides[-1] * n)
+        return tuple(reversed(strides))
+
+
+def _shapes(outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
+
+
+class Interpreter(_Contiguous):
+    """The kernels on numpy arrays, in a callback; outputs are full of NaN beforehand, so that a gap shows."""
+
+    target = "interpret"
+    descriptors = False
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        present = [i for i in inputs if i is not None]
+        slots = [0 if i is None else next(n for n, p in enumerate(present) if p is i) for i in inputs]
+
+        def host(*arrays):
+            arrays = [np.ascontiguousarray(a) for a in arrays]
+            results = [np.full(o.shape, np.nan, jax.numpy.dtype(o.dtype)) for o in outputs]
+            interpret.launch(kernel, (grid,), *[arrays[s] for s in slots], *scalars, *results, **constants)
+            return tuple(results)
+
+        return jax.pure_callback(host, tuple(_shapes(outputs)), *present)
+
+
+class JaxTriton(_Contiguous):
+    """The kernels on an NVIDIA GPU, as custom calls."""
+
+    def __init__(self):
+        self.jax_triton = _import_jax_triton()
+        library = self.jax_triton.triton_lib
+        self.target = library.triton_kernel_call_lib.get_compute_capability(0)
+        self.descriptors = hasattr(library, "TensorDescriptor")  # from 0.4 on
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]
+        # a Python float would become fp64
+        arguments += [np.float32(s) if isinstance(s, float) else s for s in scalars]
+        options: dict[str, Any] = dict(kernel=kernel, grid=(grid,), num_warps=num_warps, num_stages=num_stages)
+        if self.descriptors:
+            backend = dict(enable_fp_fusion=True) if registers is None else dict(enable_fp_fusion=True, maxnreg=registers)
+            options.update(out_type=_shapes(outputs), backend_options=backend)
+        else:
+            options.update(out_shape=_shapes(outputs), enable_fp_fusion=True)
+        return self.jax_triton.triton_call(*arguments, **options, **constants)
+
+    def _descriptor(self, rows: Rows) -> Any:
+        from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
+
+        shape, strides, block = rows.view(self.strides(rows.array))
+        layout = shared_layout(block, str(rows.array.dtype))
+        return self.jax_triton.TensorDescriptor(rows.array, shape, strides, block, layout)
+
+
+@functools.cache
+def _import_jax_triton() -> Any:
+    """Imported when the first kernel is lowered: version 0.3 cannot be imported beside a jaxlib without CUDA."""
+    cache = os.environ.get("TRITON_CACHE_DIR")
+    import triton.backends.nvidia.driver as driver
+
+    if not hasattr(driver, "TMA_TF32"):
+        driver.TMA_TF32 = 11  # jax-triton 0.4 reads it, Triton 3.6 lacks it
+    import jax_triton
+
+    if hasattr(jax_triton.triton_lib, "TensorDescriptor"):
+        from jax_flash_jvp import gluon_launch
+
+        gluon_launch.install(jax_triton.triton_lib)
+    # jax-triton sets or deletes TRITON_CACHE_DIR, which breaks Triton's own launches in this process
+    if cache is None:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    else:
+        os.environ["TRITON_CACHE_DIR"] = cache
+    return jax_triton

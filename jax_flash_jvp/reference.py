@@ -1,0 +1,364 @@
+"""Attention and its derivatives in JAX alone, a tile of scores at a time.
+
+With scores S = σ QKᵀ + bias, -∞ where a key is hidden, ℓ = logsumexp(S) over the keys and P = exp(S - ℓ):
+
+    forward        o = P V,  ℓ
+    tangent        Ṡ = σ(Q̇Kᵀ + QK̇ᵀ) + ḃias,  μ = ℓ̇ = rowsum(P∘Ṡ),  ȯ = (P∘Ṡ) V + P V̇ - μ o
+    backward       of the cotangents H of o and h of ℓ:
+                   dS = P∘W  with  W = H Vᵀ + h - rowsum(H∘o),  dQ = σ dS K,  dK = σ dSᵀQ,  dV = PᵀH,  dbias = dS
+    dual backward  the derivative of the backward along the tangents (Q̇, K̇, V̇, ḃias), (ȯ, μ) and (G, g) of (H, h):
+                   dṠ = P∘W,  dS = P∘(W∘(Ṡ - μ) + G Vᵀ + H V̇ᵀ + g - rowsum(G∘o + H∘ȯ)),
+                   dQ̇ = σ dṠ K             dK̇ = σ dṠᵀQ              dV̇ = PᵀH                     dḃias = dṠ
+                   dQ = σ(dS K + dṠ K̇)     dK = σ(dSᵀQ + dṠᵀQ̇)      dV = PᵀG + (P∘(Ṡ - μ))ᵀH     dbias = dS
+                   so dẋ are the gradients for (H, h) and dx their tangents
+
+as in FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691); the tangent as
+in Lu & Song 2024, arXiv:2410.11081, appendix.  Products accumulate in float32, or float64 for float64 arrays; P, dS and
+the like are rounded to the arrays' dtype before a product, as in the kernels.
+
+JAX can differentiate every function here, to any order.  The running maximum is a constant to differentiation (no
+result depends on it), so that each loop is linear in its sums and need not save them, and the scores of a tile are
+recomputed where they are needed: memory is linear in the sequence lengths for any number of forward modes and one
+reverse mode.  JAX undoes the recomputation for the reverse modes that are nested inside: a second one through `forward`
+saves a maximum for each query and block of keys, a second one through `backward_dual` sums as large as the keys for
+each block of queries.
+"""
+
+import operator
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
+
+BLOCK = 256  # a tile has at most so many queries and so many keys
+
+Arrays = dict[str, Any]
+Pair = tuple[Array | None, Array | None]  # belonging to (output, log_sum_exp); None is zero
+KINDS = {"q": "query", "k": "key", "v": "key", "bias": "scores"}
+PLACES = {(False, False): "shared", (True, False): "row", (False, True): "column", (True, True): "pair"}
+
+
+class Axis(NamedTuple):
+    """A sequence axis in blocks of equal length, the last one padded; never without a block."""
+
+    length: int
+    count: int
+    block: int
+
+    @classmethod
+    def cut(cls, length: int) -> "Axis":
+        count = max(1, -(-length // BLOCK))
+        return cls(length, count, max(1, -(-length // count)))
+
+    def positions(self, i: Any) -> Any:
+        return i * self.block + np.arange(self.block)
+
+    def split(self, a: Array, axis: int) -> Array:
+        """[..., length, ...] -> [count, ..., block, ...], `axis` counted from the end"""
+        axis += a.ndim
+        a = jnp.pad(a, [(0, (self.count * self.block - self.length) * (i == axis)) for i in range(a.ndim)])
+        return jnp.moveaxis(a.reshape(*a.shape[:axis], self.count, self.block, *a.shape[axis + 1 :]), axis, 0)
+
+    def join(self, a: Array, axis: int) -> Array:
+        """[count, ..., block, ...] -> [..., length, ...], `axis` counted from the end"""
+        a = jnp.moveaxis(a, 0, axis - 1)
+        axis += a.ndim - 1
+        a = a.reshape(*a.shape[:axis], self.count * self.block, *a.shape[axis + 2 :])
+        return lax.slice_in_dim(a, 0, self.length, axis=axis)
+
+
+class Tiles:
+    """One call cut into tiles: its arrays and sums in blocks, the scores of a tile, and the loop over the tiles.
+
+    In a tile, with G query heads to each of K key heads, queries are [B, K, G, T, H], keys and values [B, K, S, H] and
+    scores [B, K, G, T, S].  Arrays and sums are filed by the axes that they have blocks of: "row" (T), "column" (S),
+    "pair" (both) or "shared" (neither); a sum over all tiles is filed as "row" and completed at the end.
+    """
+
+    def __init__(self, x: Operands, problem: Problem) -> None:
+        self.x, self.problem = x, problem
+        self.rows, self.columns = Axis.cut(x.query.shape[1]), Axis.cut(x.key.shape[1])
+        self.heads = (x.key.shape[2], x.query.shape[2] // x.key.shape[2])
+        self.dtype = jnp.promote_types(x.query.dtype, jnp.float32)
+        left, right = problem.window or (None, None)  # query i sees at most keys i - left to i + right
+        self.reach = (left, min(right or 0, 0) if problem.is_causal else right)
+        self.arrays: dict[str, Arrays] = {place: {} for place in PLACES.values()}
+        self.sums: dict[str, Arrays] = {"row": {}, "column": {}, "pair": {}}
+        self.add("query", q=x.query)
+        self.add("key", k=x.key, v=x.value)
+        self.add("scores", bias=x.bias, mask=x.mask)
+        for name, lengths in (("query_lengths", x.query_lengths), ("key_lengths", x.key_lengths)):
+            if lengths is not None:
+                self.arrays["shared"][name] = lengths[:, None, None, None, None]
+
+    def add(self, kind: str, **arrays: Array | None) -> None:
+        """File arrays that are a "query" [B, T, N, H], a "key" [B, S, K, H] or "scores" [1|B, 1|N, 1|T, 1|S]."""
+        for name, a in arrays.items():
+            if a is None:
+                continue
+            if kind == "query":
+                a = a.reshape(*a.shape[:2], *self.heads, a.shape[3]).transpose(0, 2, 3, 1, 4)
+                self.arrays["row"][name] = self.rows.split(a, -2)
+            elif kind == "key":
+                self.arrays["column"][name] = self.columns.split(a.transpose(0, 2, 1, 3), -2)
+            else:
+                by_row, by_column = a.shape[2] != 1, a.shape[3] != 1
+                a = a.reshape(a.shape[0], *((1, 1) if a.shape[1] == 1 else self.heads), *a.shape[2:])
+                a = self.columns.split(a, -1) if by_column else a
+                self.arrays[PLACES[by_row, by_column]][name] = self.rows.split(a, -2) if by_row else a
+
+    def add_residuals(self, log_sum_exp: Array, tx: Operands, **row_scalars: Array | None) -> None:
+        """File what a derivative needs: ℓ, the tangents, and other [B, N, T]."""
+        # A row that sees no key has scores of -∞, and so probabilities of zero, but exp(-∞ + ∞) would be NaN.
+        row_scalars["log_sum_exp"] = jnp.where(log_sum_exp == -np.inf, 0, log_sum_exp)
+        self.add("query", t_q=tx.query, **{n: None if a is None else a.mT[..., None] for n, a in row_scalars.items()})
+        self.add("key", t_k=tx.key, t_v=tx.value)
+        self.add("scores", t_bias=tx.bias)
+
+    def add_row_sums(self, **channels: int) -> None:
+        block = (self.x.query.shape[0], *self.heads, self.rows.block)
+        self.sums["row"] |= {n: self.zeros(*block, size) for n, size in channels.items()}
+
+    def add_gradients(self, prefix: str, want: tuple[bool, ...]) -> None:
+        """Make sums for the gradients of the wanted ones of query, key, value and bias."""
+        for name, wanted in zip(KINDS, want[:DIFFERENTIABLE], strict=True):
+            for place, leading in (("row", 1), ("column", 1), ("pair", 2), ("shared", 0)):
+                if wanted and name in self.arrays[place]:
+                    zeros = self.zeros(*self.arrays[place][name].shape[leading:])
+                    self.sums["row" if place == "shared" else place][prefix + name] = zeros
+
+    def zeros(self, *shape: int) -> Array:
+        return lax.full_like(self.x.query, 0, self.dtype, shape)  # varies over a shard_map's axes as the query does
+
+    def take(self, kind: str, a: Array, shape: tuple[int, ...]) -> Array:
+        """The blocks of a sum, joined to an array as `add` would take it."""
+        if kind == "query":
+            return self.rows.join(a, -2).transpose(0, 3, 1, 2, 4).reshape(shape)
+        if kind == "key":
+            return self.columns.join(a, -2).transpose(0, 2, 1, 3)
+        by_row, by_column = shape[2] != 1, shape[3] != 1
+        a = self.rows.join(a, -2) if by_row else a if by_column else a.sum(0)
+        return (self.columns.join(a, -1) if by_column else a).reshape(shape)
+
+    def take_row_scalar(self, a: Array) -> Array:
+        batch, queries, heads, _ = self.x.query.shape
+        return self.take("query", a, (batch, queries, heads)).mT
+
+    def take_gradients(self, prefix: str, sums: Arrays) -> Operands:
+        def gradient(name: str, like: Array) -> Array | None:
+            if prefix + name not in sums:
+                return None
+            a = self.take(KINDS[name], sums[prefix + name], jnp.shape(like))
+            return (self.problem.scale * a if name in ("q", "k") else a).astype(like.dtype)
+
+        return Operands(*map(gradient, KINDS, self.x[:DIFFERENTIABLE]))
+
+    def scores(self, i: Any, j: Any, d: Arrays) -> Array:
+        """S of the tile of row block i and column block j."""
+        s = add(self.problem.scale * outer(d["q"], d["k"]), cast(d.get("bias"), self.dtype))
+        row, column = self.rows.positions(i)[:, None], self.columns.positions(j)
+        left, right = self.reach
+        visible = [d["mask"]] if "mask" in d else []
+        visible += [column >= row - left] if left is not None else []
+        visible += [column <= row + right] if right is not None else []
+        for position, axis, name in ((row, self.rows, "query_lengths"), (column, self.columns, "key_lengths")):
+            visible += [position < axis.length] if axis.length < axis.count * axis.block else []
+            visible += [position < d[name]] if name in d else []
+        return jnp.where(reduce(operator.and_, visible), s, -np.inf) if visible else s
+
+    def out_of_sight(self, i: Any, j: Any) -> Any:
+        """Do causality and the window hide every key of the tile from every query?  None: there are neither."""
+        row, column = self.rows.positions(i), self.columns.positions(j)
+        left, right = self.reach
+        tests = [column[-1] < row[0] - left] if left is not None else []
+        tests += [column[0] > row[-1] + right] if right is not None else []
+        return reduce(operator.or_, tests) if tests else None
+
+    def tangent_scores(self, d: Arrays) -> Array | None:
+        products = add(outer(d.get("t_q"), d["k"]), outer(d["q"], d.get("t_k")))
+        return add(multiply(self.problem.scale, products), cast(d.get("t_bias"), self.dtype))
+
+    def sweep(self, tile: Callable[[Arrays, Array, Arrays], Arrays]) -> Arrays:
+        """The blocks of all sums after `tile(arrays, S, sums) -> sums` has seen every tile."""
+        whole_columns = {n: jnp.broadcast_to(a, (self.columns.count, *a.shape)) for n, a in self.sums["column"].items()}
+
+        def one_row(column_sums: Arrays, inputs: Any) -> Any:
+            i, row, pairs = inputs
+
+            def one_tile(row_sums: Arrays, inputs: Any) -> Any:
+                j, column, pair, column_sums = inputs
+                d = {**self.arrays["shared"], **row, **column, **pair}
+                sums = {**row_sums, **column_sums, **self.sums["pair"]}
+                skip = self.out_of_sight(i, j)
+                if skip is None:
+                    sums = tile(d, self.scores(i, j, d), sums)
+                else:
+                    sums = lax.cond(skip, lambda sums: sums, lambda sums: tile(d, self.scores(i, j, d), sums), sums)
+                return pick(sums, row_sums), (pick(sums, column_sums), pick(sums, self.sums["pair"]))
+
+            blocks = (np.arange(self.columns.count), self.arrays["column"], pairs, column_sums)
+            row_sums, (column_sums, pair_sums) = loop(one_tile, self.sums["row"], blocks, self.columns.count)
+            return column_sums, (row_sums, pair_sums)
+
+        blocks = (np.arange(self.rows.count), self.arrays["row"], self.arrays["pair"])
+        column_sums, (row_sums, pair_sums) = loop(one_row, whole_columns, blocks, self.rows.count)
+        return {**row_sums, **column_sums, **pair_sums}
+
+
+def pick(sums: Arrays, names: Any) -> Arrays:
+    return {name: sums[name] for name in names}
+
+
+def loop(body: Callable, carry: Any, blocks: Any, count: int) -> Any:
+    """lax.scan that saves nothing of its body for reverse mode; a single step runs as it stands."""
+    if count > 1:
+        return lax.scan(jax.checkpoint(body, prevent_cse=False), carry, blocks)
+    carry, outputs = body(carry, jax.tree.map(lambda a: a[0], blocks))
+    return carry, jax.tree.map(lambda a: a[None], outputs)
+
+
+# Arithmetic in which None is zero, so that an absent tangent or cotangent costs nothing.
+
+
+def add(*terms: Any) -> Any:
+    terms = [t for t in terms if t is not None]
+    return reduce(operator.add, terms) if terms else None
+
+
+def multiply(a: Any, b: Any) -> Any:
+    return None if a is None or b is None else a * b
+
+
+def cast(a: Array | None, dtype: Any) -> Array | None:
+    return None if a is None else a.astype(dtype)
+
+
+def product(subscripts: str, a: Array | None, b: Array | None) -> Array | None:
+    """`a`, rounded to the dtype of `b`, times `b`, accumulated in at least float32."""
+    if a is None or b is None:
+        return None
+    return jnp.einsum(subscripts, a.astype(b.dtype), b, preferred_element_type=jnp.promote_types(b.dtype, jnp.float32))
+
+
+outer = partial(product, "bkgtd,bksd->bkgts")  # rows, columns -> scores
+onto_rows = partial(product, "bkgts,bksd->bkgtd")  # scores, columns -> rows
+onto_columns = partial(product, "bkgts,bkgtd->bksd")  # scores, rows -> columns
+
+
+def minus_row_sum(a: Array | None, b: Array | None) -> Array | None:
+    """-rowsum(a∘b) of arrays [B, T, N, H], as [B, N, T]"""
+    if a is None or b is None:
+        return None
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    return -(a.astype(dtype) * b.astype(dtype)).sum(-1).mT
+
+
+def accumulate(sums: Arrays, **terms: Array | None) -> Arrays:
+    """Add to those sums that there are, each term summed over the axes along which its sum is broadcast."""
+    new = dict(sums)
+    for name, a in terms.items():
+        if a is not None and name in sums:
+            axes = [axis for axis in range(a.ndim) if sums[name].shape[axis] == 1 != a.shape[axis]]
+            new[name] = sums[name] + a.sum(axes, keepdims=True)
+    return new
+
+
+def forward(x: Operands, problem: Problem) -> tuple[Array, Array]:
+    """The output [B, T, N, Hv] and log_sum_exp [B, N, T]."""
+    tiles = Tiles(x, problem)
+    tiles.add_row_sums(maximum=1, total=1, o=x.value.shape[-1])
+    # Not -∞: in a row that sees no key, scores minus maximum would be NaN.
+    tiles.sums["row"]["maximum"] += jnp.finfo(tiles.dtype).min
+
+    def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
+        maximum = jnp.maximum(sums["maximum"], lax.stop_gradient(s).max(-1, keepdims=True))
+        decay, p = jnp.exp(sums["maximum"] - maximum), jnp.exp(s - maximum)
+        old = {"maximum": maximum, "total": decay * sums["total"], "o": decay * sums["o"]}
+        return accumulate(old, total=p, o=onto_rows(p, d["v"]))
+
+    sums = tiles.sweep(tile)
+    hidden = sums["total"] == 0
+    total = jnp.where(hidden, 1, sums["total"])
+    o = tiles.take("query", sums["o"] / total, (*x.query.shape[:3], x.value.shape[-1]))
+    log_sum_exp = jnp.where(hidden, -np.inf, sums["maximum"] + jnp.log(total))
+    return o.astype(x.query.dtype), tiles.take_row_scalar(log_sum_exp)
+
+
+def forward_dual(x: Operands, tx: Operands, problem: Problem) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """(y, ty): `forward` and its tangent along `tx`, in one sweep."""
+    moving = [i for i in range(DIFFERENTIABLE) if tx[i] is not None]
+
+    def moved(*arrays: Array) -> tuple[Array, Array]:
+        return forward(x._replace(**{Operands._fields[i]: a for i, a in zip(moving, arrays, strict=True)}), problem)
+
+    return jax.jvp(moved, [x[i] for i in moving], [tx[i] for i in moving])
+
+
+def tangent(x: Operands, y: tuple[Array, Array], tx: Operands, problem: Problem) -> tuple[Array, Array]:
+    """The tangents (ȯ, μ) of y = forward(x) along `tx`."""
+    o, log_sum_exp = y
+    tiles = Tiles(x, problem)
+    tiles.add_residuals(log_sum_exp, tx)
+    tiles.add_row_sums(mu=1, t_o=o.shape[-1])
+
+    def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
+        p = jnp.exp(s - d["log_sum_exp"])
+        p_t = multiply(p, tiles.tangent_scores(d))
+        return accumulate(sums, mu=p_t, t_o=add(onto_rows(p_t, d["v"]), onto_rows(p, d.get("t_v"))))
+
+    sums = tiles.sweep(tile)
+    mu = tiles.take_row_scalar(sums["mu"])
+    return (tiles.take("query", sums["t_o"], o.shape) - mu.mT[..., None] * o).astype(o.dtype), mu
+
+
+def backward(x: Operands, y: tuple[Array, Array], cy: Pair, problem: Problem, want: tuple[bool, ...]) -> Operands:
+    """The gradients of the wanted operands, for cotangents `cy` of y = forward(x)."""
+    no_tangent = (Operands(None, None, None), (None, None), (None, None))
+    return backward_dual(x, y, cy, no_tangent, problem, (False,) * len(x), want)[0]
+
+
+def backward_dual(
+    x: Operands,
+    y: tuple[Array, Array],
+    cty: Pair,
+    t: tuple[Operands, Pair, Pair],
+    problem: Problem,
+    want: tuple[bool, ...],
+    want_tangent: tuple[bool, ...],
+) -> tuple[Operands, Operands]:
+    """(dtx, dx): the gradients for the cotangents `cty` of y, and their tangents along t = (tx, ty, cy) of (x, y, cty).
+
+    `want_tangent` selects from dtx, `want` from dx.
+    """
+    (o, log_sum_exp), (d_to, d_mu), (tx, (t_o, mu), (d_o, d_lse)) = y, cty, t
+    delta = add(d_mu, minus_row_sum(d_to, o))
+    t_delta = add(d_lse, minus_row_sum(d_o, o), minus_row_sum(d_to, t_o))
+    tiles = Tiles(x, problem)
+    tiles.add_residuals(log_sum_exp, tx, delta=delta, t_delta=t_delta, minus_mu=multiply(-1, mu))
+    tiles.add("query", d_o=d_o, d_to=d_to)
+    tiles.add_gradients("d_", want)
+    tiles.add_gradients("d_t", want_tangent)
+
+    def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
+        q, k, v, t_q, t_k, t_v, d_o, d_to = map(d.get, ("q", "k", "v", "t_q", "t_k", "t_v", "d_o", "d_to"))
+        p = jnp.exp(s - d["log_sum_exp"])
+        w = add(outer(d_to, v), d.get("delta"))
+        t_s = add(tiles.tangent_scores(d), d.get("minus_mu"))
+        d_ts = multiply(p, w)
+        d_s = multiply(p, add(multiply(w, t_s), outer(d_o, v), outer(d_to, t_v), d.get("t_delta")))
+        sums = accumulate(
+            sums, d_tq=onto_rows(d_ts, k), d_tk=onto_columns(d_ts, q), d_tv=onto_columns(p, d_to), d_tbias=d_ts
+        )
+        d_q = add(onto_rows(d_s, k), onto_rows(d_ts, t_k))
+        d_k = add(onto_columns(d_s, q), onto_columns(d_ts, t_q))
+        d_v = add(onto_columns(p, d_o), onto_columns(multiply(p, t_s), d_to))
+        return accumulate(sums, d_q=d_q, d_k=d_k, d_v=d_v, d_bias=d_s)
+
+    sums = tiles.sweep(tile)
+    return tiles.take_gradients("d_t", sums), tiles.take_gradients("d_", sums)
