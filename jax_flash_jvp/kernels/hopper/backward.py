@@ -1,0 +1,381 @@
+"""The backward and its tangent, for the key side and for the query side: one body.  Formulas as in `portable/backward.py`.
+
+A program owns 128 resident rows, 64 to a consumer warpgroup, and streams the other sequence:
+
+                 resident a, c     streamed b, e     s = a bᵀ, dp = c eᵀ − δ, ds = p∘dp      da += ds b      dc += p e
+    key side     k, v              q, d_o            tiles [keys, queries]                   dk              dv
+    query side   q, d_o            k, v              tiles [queries, keys]                   dq              –
+
+and, with w = ṡ − μ,  ṡ = a ḃᵀ + ȧ bᵀ,  ḋs = p∘(c ėᵀ + ċ eᵀ − δ̇) + ds∘w,  ḋa += ḋs b + ds ḃ,  ḋc += p ė + (p∘w) e.
+
+ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side; those of streamed rows come
+through shared memory, by the producer.  DP_FIRST issues the products of ḋp before those of ṡ are waited for.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jax_flash_jvp.kernels.hopper.pipeline import (
+    GROUP_ROWS,
+    LOG2E,
+    advance,
+    barriers,
+    load_resident,
+    load_tile,
+    matrix,
+    store_rows,
+    tiles,
+)
+
+
+@gluon.jit
+def load_column(X, x, m_x, other: gl.constexpr, stats, i):
+    stats.index(i).store(gl.load(X + x, mask=m_x, other=other))
+
+
+@gluon.jit
+def column(stats, i, LAYOUT: gl.constexpr):
+    return gl.expand_dims(stats.index(i).load(LAYOUT), 0)
+
+
+@gluon.jit
+def row_statistic(X, x, m_x, other: gl.constexpr):
+    return gl.expand_dims(gl.load(X + x, mask=m_x, other=other), 1)
+
+
+@gluon.jit
+def hide(b_s, a_row, b_row, LB, T: gl.constexpr, ROW: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
+    """−∞ where the query does not see the key.  (On the key side the padding is hidden by ℓ = +∞.)"""
+    o_a = gl.expand_dims(a_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    o_b = gl.expand_dims(b_row + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    if ROW:
+        seen = o_b < LB
+        if CAUSAL:
+            seen = seen & (o_b <= o_a)
+    else:
+        seen = o_a <= o_b
+    return gl.where(seen, b_s, -float("inf"))
+
+
+@gluon.jit
+def produce(
+    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
+    a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, GROUP, LQ, i_b, i_a, i_stream, a_row,
+    plain_start, plain_count, masked_start, masked_count,
+    T: gl.constexpr, SLOTS: gl.constexpr, ROW: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
+    USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
+):  # fmt: skip
+    COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
+    mbarrier.expect(a_bar, 2 * COUNT * a_d.block_type.nbytes)
+    load_resident(a_d, i_b, i_a, a_row, a_bar, a_s)
+    if USE_C:
+        load_resident(c_d, i_b, i_a, a_row, a_bar, c_s)
+    if USE_TA:
+        load_resident(ta_d, i_b, i_a, a_row, a_bar, ta_s)
+    if USE_TC:
+        load_resident(tc_d, i_b, i_a, a_row, a_bar, tc_s)
+    slot = 0
+    phase = 1
+    stage = 0
+    s_phase = 1
+    for MASKED in gl.static_range(2):
+        start = masked_start if MASKED else plain_start
+        count = masked_count if MASKED else plain_count
+        for j in range(GROUP * count):
+            i_h = i_stream + j // count
+            row = (start + j % count) * T
+            if not ROW:
+                o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
+                x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
+                mbarrier.wait(s_empty.index(stage), s_phase)
+                load_column(LSE2, x, o_m < LQ, float("inf"), stats, 4 * stage)
+                if USE_W:
+                    load_column(MU, x, o_m < LQ, 0.0, stats, 4 * stage + 1)
+                if USE_C:
+                    load_column(DELTA, x, o_m < LQ, 0.0, stats, 4 * stage + 2)
+                if WANT_TA:
+                    load_column(T_DELTA, x, o_m < LQ, 0.0, stats, 4 * stage + 3)
+                mbarrier.arrive(s_full.index(stage), count=1)
+                stage, s_phase = advance(stage, s_phase, 2)
+            slot, phase = load_tile(b_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
+            slot, phase = load_tile(e_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
+            if USE_TB:
+                slot, phase = load_tile(tb_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
+            if USE_TE:
+                slot, phase = load_tile(te_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
+
+
+@gluon.jit
+def consume(
+    i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
+    DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, i_b, i_a, a_row, plain_count, masked_start, masked_count,
+    D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKS: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
+    USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
+    WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
+):  # fmt: skip
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, 16])
+    o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    x_l: gl.constexpr = gl.SliceLayout(1 if ROW else 0, s_l)
+    # so many products of each kind are in flight when another is waited for
+    N_TS: gl.constexpr = (1 if USE_W and USE_TB else 0) + (1 if USE_W and USE_TA else 0)
+    N_P: gl.constexpr = (1 if WANT_C else 0) + (1 if WANT_TC and USE_TE else 0)
+    N_DS: gl.constexpr = (1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0)
+    N_TDP: gl.constexpr = (1 if WANT_TA and USE_TE else 0) + (1 if WANT_TA and USE_TC else 0)
+    N_PW: gl.constexpr = 1 if WANT_TC and USE_W else 0
+    dtype: gl.constexpr = a_s.dtype
+    a_start = a_row + GROUP_ROWS * i_w
+    zero_a = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
+    b_da = zero_a
+    b_dc = zero_a
+    b_tda = zero_a
+    b_tdc = zero_a
+    zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
+    if ROW:
+        o_a = a_start + gl.arange(0, GROUP_ROWS, layout=x_l)
+        x = (i_b * HA + i_a).to(gl.int64) * LA + o_a
+        lse2 = row_statistic(LSE2, x, o_a < LA, float("inf"))
+        delta = row_statistic(DELTA, x, o_a < LA, 0.0)
+        if USE_W:
+            mu = row_statistic(MU, x, o_a < LA, 0.0)
+        if WANT_TA:
+            t_delta = row_statistic(T_DELTA, x, o_a < LA, 0.0)
+    mbarrier.wait(a_bar, 0)
+    b_slot = 0
+    b_phase = 0
+    stage = 0
+    s_phase = 0
+    tick = 0
+    for MASKED in gl.static_range(2):
+        if not MASKED or MASKS:
+            for j in range(GROUP * (masked_count if MASKED else plain_count)):
+                z = i_w + (tick >> 28)  # zero, but not to the compiler: else it keeps every resident descriptor in registers
+                a = matrix(a_s, z, GROUP_ROWS, D)
+                e_slot, e_phase = advance(b_slot, b_phase, SLOTS)
+                tb_slot, tb_phase = e_slot, e_phase
+                if USE_TB:
+                    tb_slot, tb_phase = advance(e_slot, e_phase, SLOTS)
+                te_slot, te_phase = tb_slot, tb_phase
+                if USE_TE:
+                    te_slot, te_phase = advance(tb_slot, tb_phase, SLOTS)
+                b = matrix(ring, b_slot, T, D)
+                e = matrix(ring, e_slot, T, D)
+
+                mbarrier.wait(full.index(b_slot), b_phase)
+                if TURNS:
+                    mbarrier.wait(turn.index(i_w), tick & 1)
+                b_s = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, T]
+                mbarrier.wait(full.index(e_slot), e_phase)
+                if USE_C:
+                    c = matrix(c_s, z, GROUP_ROWS, D)
+                    b_dp = warpgroup_mma(c, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(1 - i_w), count=1)
+                if not ROW:
+                    mbarrier.wait(s_full.index(stage), s_phase)
+                    lse2 = column(stats, 4 * stage, x_l)
+                b_s = warpgroup_mma_wait(1 if USE_C else 0, deps=[b_s])
+                if MASKED:
+                    b_row = (masked_start + j % masked_count) * T
+                    b_s = hide(b_s, a_start, b_row, LB, T, ROW, CAUSAL, s_l)
+                b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
+                if N_P > 0:
+                    p = gl.convert_layout(b_p.to(dtype), p_l)
+                if USE_TB:
+                    mbarrier.wait(full.index(tb_slot), tb_phase)
+                    tb = matrix(ring, tb_slot, T, D)
+                if USE_W:
+                    if USE_TB:
+                        b_ts = warpgroup_mma(a, tb.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if USE_TA:
+                        ta = matrix(ta_s, z, GROUP_ROWS, D)
+                        if USE_TB:
+                            b_ts = warpgroup_mma(ta, b.permute((1, 0)), b_ts, is_async=True)
+                        else:
+                            b_ts = warpgroup_mma(ta, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if WANT_C:
+                    b_dc = warpgroup_mma(p, e, b_dc, is_async=True)
+                if USE_TE:
+                    te = matrix(ring, te_slot, T, D)
+                    if WANT_TC:
+                        mbarrier.wait(full.index(te_slot), te_phase)
+                        b_tdc = warpgroup_mma(p, te, b_tdc, is_async=True)
+
+                if USE_C:
+                    if not ROW:
+                        delta = column(stats, 4 * stage + 2, x_l)
+                    b_dp = warpgroup_mma_wait(N_TS + N_P, deps=[b_dp])
+                    b_ds = b_p * (b_dp - delta)
+                    if N_DS > 0:
+                        ds = gl.convert_layout(b_ds.to(dtype), p_l)
+                    if WANT_TA and USE_TB:
+                        b_tda = warpgroup_mma(ds, tb, b_tda, is_async=True)
+                    if WANT_A:
+                        b_da = warpgroup_mma(ds, b, b_da, is_async=True)
+                if N_TDP > 0 and DP_FIRST:
+                    if USE_TE:
+                        mbarrier.wait(full.index(te_slot), te_phase)
+                        b_tdp = warpgroup_mma(c, te.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if USE_TC:
+                        tc = matrix(tc_s, z, GROUP_ROWS, D)
+                        if USE_TE:
+                            b_tdp = warpgroup_mma(tc, e.permute((1, 0)), b_tdp, is_async=True)
+                        else:
+                            b_tdp = warpgroup_mma(tc, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if USE_W:
+                    if not ROW:
+                        mu = column(stats, 4 * stage + 1, x_l)
+                    b_ts = warpgroup_mma_wait(N_P + N_DS + (N_TDP if DP_FIRST else 0), deps=[b_ts])
+                    b_w = b_ts * scale - mu
+                    if WANT_TA:
+                        b_dsw = b_ds * b_w
+                if N_TDP > 0 and not DP_FIRST:
+                    if USE_TE:
+                        mbarrier.wait(full.index(te_slot), te_phase)
+                        b_tdp = warpgroup_mma(c, te.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if USE_TC:
+                        tc = matrix(tc_s, z, GROUP_ROWS, D)
+                        if USE_TE:
+                            b_tdp = warpgroup_mma(tc, e.permute((1, 0)), b_tdp, is_async=True)
+                        else:
+                            b_tdp = warpgroup_mma(tc, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if N_PW > 0:
+                    pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
+                    b_tdc = warpgroup_mma(pw, e, b_tdc, is_async=True)
+                if WANT_TA:
+                    if not ROW:
+                        t_delta = column(stats, 4 * stage + 3, x_l)
+                    if N_TDP > 0:
+                        b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
+                        b_tds = b_p * (b_tdp - t_delta)
+                    else:
+                        b_tds = -b_p * t_delta
+                    if USE_W:
+                        b_tds += b_dsw
+                    tds = gl.convert_layout(b_tds.to(dtype), p_l)
+                    b_tda = warpgroup_mma(tds, b, b_tda, is_async=True)
+
+                # registers of an operand must outlive its product
+                if WANT_TA:
+                    b_tda, tds = warpgroup_mma_wait(0, deps=[b_tda, tds])
+                if WANT_A:
+                    b_da, ds = warpgroup_mma_wait(0, deps=[b_da, ds])
+                elif N_DS > 0:
+                    b_tda, ds = warpgroup_mma_wait(0, deps=[b_tda, ds])
+                if WANT_C:
+                    b_dc, p = warpgroup_mma_wait(0, deps=[b_dc, p])
+                elif N_P > 0:
+                    b_tdc, p = warpgroup_mma_wait(0, deps=[b_tdc, p])
+                if N_PW > 0:
+                    b_tdc, pw = warpgroup_mma_wait(0, deps=[b_tdc, pw])
+                elif WANT_TC:
+                    b_tdc = warpgroup_mma_wait(0, deps=[b_tdc])
+                if not ROW:
+                    mbarrier.arrive(s_empty.index(stage), count=1)
+                    stage, s_phase = advance(stage, s_phase, 2)
+                mbarrier.arrive(empty.index(b_slot), count=1)
+                mbarrier.arrive(empty.index(e_slot), count=1)
+                if USE_TB:
+                    mbarrier.arrive(empty.index(tb_slot), count=1)
+                if USE_TE:
+                    mbarrier.arrive(empty.index(te_slot), count=1)
+                b_slot, b_phase = advance(te_slot, te_phase, SLOTS)
+                tick += 1
+
+    if WANT_A:
+        store_rows(DA, i_b, i_a, HA, a_start, LA, b_da * scale, D, o_l)
+    if WANT_C:
+        store_rows(DC, i_b, i_a, HA, a_start, LA, b_dc, D, o_l)
+    if WANT_TA:
+        store_rows(TDA, i_b, i_a, HA, a_start, LA, b_tda * scale, D, o_l)
+    if WANT_TC:
+        store_rows(TDC, i_b, i_a, HA, a_start, LA, b_tdc, D, o_l)
+
+
+@gluon.jit
+def backward(
+    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
+    scale, HQ, GROUP, LQ, LK,
+    DA, DC, TDA, TDC,
+    D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
+    HAS_TE: gl.constexpr, WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = 2 * GROUP_ROWS
+    USE_C: gl.constexpr = WANT_A or WANT_TA
+    USE_W: gl.constexpr = (HAS_TA or HAS_TB) and (WANT_TA or WANT_TC)
+    USE_TA: gl.constexpr = HAS_TA and USE_W
+    USE_TB: gl.constexpr = HAS_TB and USE_W
+    USE_TC: gl.constexpr = HAS_TC and WANT_TA
+    USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
+    MASKS: gl.constexpr = CAUSAL or (ROW and RAGGED)
+    LA = LQ if ROW else LK
+    LB = LK if ROW else LQ
+    HA = HQ if ROW else HQ // GROUP
+    n_a = gl.cdiv(LA, ROWS)
+    i = gl.program_id(0) % n_a
+    i_ba = gl.program_id(0) // n_a
+    if CAUSAL and ROW:
+        i = n_a - 1 - i  # the longest rows first
+    i_b = i_ba // HA
+    i_a = i_ba % HA
+    a_row = i * ROWS
+    n = gl.cdiv(LB, T)
+    # tiles of the streamed sequence: those that are seen whole, and those to be masked
+    plain_start = 0
+    plain_count = n
+    masked_start = 0
+    masked_count = 0
+    if ROW:
+        group = 1
+        i_stream = i_a // GROUP
+        stop = gl.minimum(LB, a_row + ROWS) if CAUSAL else LB
+        seen = gl.minimum(LB, a_row + 1) if CAUSAL else LB
+        plain_count = seen // T
+        masked_start = plain_count
+        masked_count = gl.cdiv(stop, T) - plain_count
+    else:
+        group = GROUP
+        i_stream = i_a * GROUP
+        if CAUSAL:
+            masked_start = gl.minimum(a_row // T, n)
+            plain_start = gl.minimum(gl.cdiv(a_row + ROWS - 1, T), n)
+            masked_count = plain_start - masked_start
+            plain_count = n - plain_start
+
+    a_s = tiles(a_d, 2)
+    c_s = tiles(c_d, 2) if USE_C else a_s
+    ta_s = tiles(ta_d, 2) if USE_TA else a_s
+    tc_s = tiles(tc_d, 2) if USE_TC else a_s
+    ring = tiles(b_d, SLOTS)
+    stats = gl.allocate_shared_memory(gl.float32, [8, T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    a_bar = barriers(1, 1).index(0)
+    full = barriers(SLOTS, 1)
+    empty = barriers(SLOTS, 2)
+    s_full = barriers(2, 1)
+    s_empty = barriers(2, 2)
+    turn = barriers(2, 1)
+    if TURNS:
+        mbarrier.arrive(turn.index(0), count=1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
+                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, a_row, plain_count, masked_start, masked_count,
+                   D, T, SLOTS, ROW, DP_FIRST, TURNS, CAUSAL, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                   WANT_A, WANT_C, WANT_TA, WANT_TC)),
+        (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
+                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, a_row, plain_count, masked_start, masked_count,
+                   D, T, SLOTS, ROW, DP_FIRST, TURNS, CAUSAL, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                   WANT_A, WANT_C, WANT_TA, WANT_TC)),
+        (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
+                   a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, i_b, i_a, i_stream,
+                   a_row, plain_start, plain_count, masked_start, masked_count,
+                   T, SLOTS, ROW, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
+    ], [4, 1], [240, 24])  # fmt: skip

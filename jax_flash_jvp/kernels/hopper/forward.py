@@ -1,0 +1,291 @@
+"""Forward, with its tangent where one is asked for.  The formulas are those of `portable/forward.py`.
+
+A program owns 128 queries, 64 to a consumer warpgroup.  With a tangent, the products of Ṡ and of P V̇ run while the softmax
+and P∘Ṡ are computed; without, the next tile's scores are issued before this tile's P V (FlashAttention-3's order,
+arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, so that one computes while the other multiplies.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jax_flash_jvp.kernels.hopper.pipeline import (
+    GROUP_ROWS,
+    LN2,
+    LOG2E,
+    advance,
+    barriers,
+    load_resident,
+    load_tile,
+    matrix,
+    store_rows,
+    tiles,
+)
+
+
+@gluon.jit
+def hide(b_s, q_row, k_row, LK, BN: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
+    """−∞ where a query does not see a key."""
+    o_n = gl.expand_dims(k_row + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    seen = o_n < LK
+    if CAUSAL:
+        o_m = gl.expand_dims(q_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+        seen = seen & (o_n <= o_m)
+    return gl.where(seen, b_s, -float("inf"))
+
+
+@gluon.jit
+def produce(
+    q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
+    BN: gl.constexpr, SLOTS: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+):  # fmt: skip
+    mbarrier.expect(q_bar, (4 if HAS_TQ else 2) * q_d.block_type.nbytes)
+    load_resident(q_d, i_b, i_h, q_row, q_bar, q_s)
+    if HAS_TQ:
+        load_resident(tq_d, i_b, i_h, q_row, q_bar, tq_s)
+    slot = 0
+    phase = 1
+    for j in range(n):
+        slot, phase = load_tile(k_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
+        if HAS_TK:
+            slot, phase = load_tile(tk_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
+        slot, phase = load_tile(v_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
+        if HAS_TV:
+            slot, phase = load_tile(tv_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
+
+
+@gluon.jit
+def consume_dual(
+    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+):  # fmt: skip
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    r_l: gl.constexpr = gl.SliceLayout(1, s_l)
+    ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
+    N_TS: gl.constexpr = (1 if HAS_TQ else 0) + (1 if HAS_TK else 0)
+    row = q_row + GROUP_ROWS * w
+    b_m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, r_l)
+    b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
+    b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
+    b_o = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
+    b_to = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
+    zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
+    mbarrier.wait(q_bar, 0)
+    k_slot = 0
+    k_phase = 0
+    for MASKED in gl.static_range(2):
+        if not MASKED or CAUSAL or RAGGED:
+            for j in range(whole if MASKED else 0, n if MASKED else whole):
+                # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
+                q = matrix(q_s, w + (j >> 20), GROUP_ROWS, D)
+                tk_slot, tk_phase = k_slot, k_phase
+                if HAS_TK:
+                    tk_slot, tk_phase = advance(k_slot, k_phase, SLOTS)
+                v_slot, v_phase = advance(tk_slot, tk_phase, SLOTS)
+                tv_slot, tv_phase = v_slot, v_phase
+                if HAS_TV:
+                    tv_slot, tv_phase = advance(v_slot, v_phase, SLOTS)
+                k_t = matrix(ring, k_slot, BN, D).permute((1, 0))
+                v = matrix(ring, v_slot, BN, D)
+
+                mbarrier.wait(full.index(k_slot), k_phase)
+                if TURNS:
+                    mbarrier.wait(turn.index(w), j & 1)
+                b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)  # [64, BN]
+                if HAS_TQ:
+                    tq = matrix(tq_s, w + (j >> 20), GROUP_ROWS, D)
+                    b_ts = warpgroup_mma(tq, k_t, zero, use_acc=False, is_async=True)
+                if HAS_TK:
+                    mbarrier.wait(full.index(tk_slot), tk_phase)
+                    tk_t = matrix(ring, tk_slot, BN, D).permute((1, 0))
+                    if HAS_TQ:
+                        b_ts = warpgroup_mma(q, tk_t, b_ts, is_async=True)
+                    else:
+                        b_ts = warpgroup_mma(q, tk_t, zero, use_acc=False, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(1 - w), count=1)
+                b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
+                if MASKED:
+                    b_s = hide(b_s, row, j * BN, LK, BN, CAUSAL, s_l)
+                m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
+                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
+                alpha = gl.exp2(b_m - m_new)
+                b_m = m_new
+                b_l = b_l * alpha + gl.sum(b_p, 1)
+                p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
+                alpha_o = gl.expand_dims(gl.convert_layout(alpha, ro_l), 1)
+                b_o = b_o * alpha_o
+                b_to = b_to * alpha_o
+                if HAS_TS:
+                    b_ts = warpgroup_mma_wait(0, deps=[b_ts])
+                mbarrier.arrive(empty.index(k_slot), count=1)
+                if HAS_TK:
+                    mbarrier.arrive(empty.index(tk_slot), count=1)
+
+                mbarrier.wait(full.index(v_slot), v_phase)
+                b_o = warpgroup_mma(p, v, b_o, is_async=True)
+                if HAS_TV:
+                    mbarrier.wait(full.index(tv_slot), tv_phase)
+                    b_to = warpgroup_mma(p, matrix(ring, tv_slot, BN, D), b_to, is_async=True)
+                if HAS_TS:  # behind the products just issued
+                    b_pt = b_p * (b_ts * scale)
+                    b_mu = b_mu * alpha + gl.sum(b_pt, 1)
+                    pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
+                    b_to = warpgroup_mma(pt, v, b_to, is_async=True)
+                    b_o, b_to, p, pt = warpgroup_mma_wait(0, deps=[b_o, b_to, p, pt])
+                else:
+                    b_o, b_to, p = warpgroup_mma_wait(0, deps=[b_o, b_to, p])
+                mbarrier.arrive(empty.index(v_slot), count=1)
+                if HAS_TV:
+                    mbarrier.arrive(empty.index(tv_slot), count=1)
+                k_slot, k_phase = advance(tv_slot, tv_phase, SLOTS)
+
+    b_mu = b_mu / b_l
+    scaling = gl.expand_dims(gl.convert_layout(1.0 / b_l, ro_l), 1)
+    b_o = b_o * scaling
+    b_to = b_to * scaling - gl.expand_dims(gl.convert_layout(b_mu, ro_l), 1) * b_o
+    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, o_l)
+    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, o_l)
+    store_statistics(LSE, i_b * HQ + i_h, row, LQ, (b_m + gl.log2(b_l)) * LN2, r_l)
+    store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
+
+
+@gluon.jit
+def store_statistics(X, i_bh, row, LQ, b_x, LAYOUT: gl.constexpr):
+    o_m = row + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
+    gl.store(X + i_bh.to(gl.int64) * LQ + o_m, b_x, mask=o_m < LQ)
+
+
+@gluon.jit
+def consume_plain(
+    w: gl.constexpr, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    r_l: gl.constexpr = gl.SliceLayout(1, s_l)
+    ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    row = q_row + GROUP_ROWS * w
+    q = matrix(q_s, w, GROUP_ROWS, D)
+    b_o = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
+    zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
+    mbarrier.wait(q_bar, 0)
+    mbarrier.wait(full.index(0), 0)
+    b_s = warpgroup_mma(q, matrix(ring, 0, BN, D).permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_s = warpgroup_mma_wait(0, deps=[b_s])
+    mbarrier.arrive(empty.index(0), count=1)
+    if CAUSAL or RAGGED:
+        b_s = hide(b_s, row, 0, LK, BN, CAUSAL, s_l)
+    b_m = gl.max(b_s, 1) * (scale * LOG2E)
+    b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
+    b_l = gl.sum(b_p, 1)
+    p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
+    v_slot = 1
+    v_phase = 0
+    for MASKED in gl.static_range(2):
+        if not MASKED or CAUSAL or RAGGED:
+            for j in range(gl.maximum(whole, 1) if MASKED else 1, n if MASKED else whole):
+                k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
+                mbarrier.wait(full.index(k_slot), k_phase)
+                if TURNS:
+                    mbarrier.wait(turn.index(w), (j - 1) & 1)
+                k_t = matrix(ring, k_slot, BN, D).permute((1, 0))
+                b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+                mbarrier.wait(full.index(v_slot), v_phase)
+                b_o = warpgroup_mma(p, matrix(ring, v_slot, BN, D), b_o, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(1 - w), count=1)
+                b_s = warpgroup_mma_wait(1, deps=[b_s])
+                mbarrier.arrive(empty.index(k_slot), count=1)
+                if MASKED:
+                    b_s = hide(b_s, row, j * BN, LK, BN, CAUSAL, s_l)
+                m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
+                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
+                alpha = gl.exp2(b_m - m_new)
+                b_m = m_new
+                b_l = b_l * alpha + gl.sum(b_p, 1)
+                b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
+                mbarrier.arrive(empty.index(v_slot), count=1)
+                p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
+                b_o = b_o * gl.expand_dims(gl.convert_layout(alpha, ro_l), 1)
+                v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
+    mbarrier.wait(full.index(v_slot), v_phase)
+    b_o = warpgroup_mma(p, matrix(ring, v_slot, BN, D), b_o, is_async=True)
+    b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
+    b_o = b_o * gl.expand_dims(gl.convert_layout(1.0 / b_l, ro_l), 1)
+    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, o_l)
+    store_statistics(LSE, i_b * HQ + i_h, row, LQ, (b_m + gl.log2(b_l)) * LN2, r_l)
+
+
+@gluon.jit
+def consume(
+    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+):  # fmt: skip
+    if HAS_TQ or HAS_TK or HAS_TV:
+        consume_dual(
+            w, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
+            D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
+        )  # fmt: skip
+    else:
+        consume_plain(
+            w, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
+            D, BN, SLOTS, TURNS, CAUSAL, RAGGED,
+        )  # fmt: skip
+
+
+@gluon.jit
+def forward(
+    q_d, k_d, v_d, tq_d, tk_d, tv_d,
+    scale, HQ, GROUP, LQ, LK,
+    O, LSE, TO, MU,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = 2 * GROUP_ROWS
+    n_m = gl.cdiv(LQ, ROWS)
+    i_m = gl.program_id(0) % n_m
+    i_bh = gl.program_id(0) // n_m
+    if CAUSAL:
+        i_m = n_m - 1 - i_m  # the longest rows first
+    i_b = i_bh // HQ
+    i_h = i_bh % HQ
+    i_k = i_h // GROUP
+    q_row = i_m * ROWS
+    stop = LK
+    seen = LK
+    if CAUSAL:
+        stop = gl.minimum(LK, q_row + ROWS)
+        seen = gl.minimum(LK, q_row + 1)
+    n = gl.cdiv(stop, BN)
+    whole = seen // BN  # so many tiles every query sees whole
+
+    q_s = tiles(q_d, 2)
+    tq_s = tiles(q_d, 2) if HAS_TQ else q_s
+    ring = tiles(k_d, SLOTS)
+    q_bar = barriers(1, 1).index(0)
+    full = barriers(SLOTS, 1)
+    empty = barriers(SLOTS, 2)
+    turn = barriers(2, 1)
+    if TURNS:
+        mbarrier.arrive(turn.index(0), count=1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
+                   D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV)),
+        (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
+                   D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV)),
+        (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
+                   BN, SLOTS, HAS_TQ, HAS_TK, HAS_TV)),
+    ], [4, 1], [240, 24])  # fmt: skip

@@ -1,0 +1,149 @@
+"""The jobs of attention as launches of the Hopper kernels: the same functions as in `portable/jobs.py`, for what they serve."""
+
+from typing import Any, NamedTuple
+
+import triton
+
+from jax_flash_jvp.kernels.hopper import backward as backward_kernels
+from jax_flash_jvp.kernels.hopper import forward as forward_kernels
+from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
+from jax_flash_jvp.kernels.portable import jobs as portable
+from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
+from jax_flash_jvp.problem import Operands, Problem, dtype_of
+
+RESIDENT = 128  # rows of a program, half of them to each consumer warpgroup
+GROUP = 64
+WARPS, REGISTERS = 4, 168  # of the first warpgroup; the kernels themselves redistribute registers among all of them
+
+
+class Ring(NamedTuple):
+    """How a kernel streams: rows of a tile, tiles in flight, ḋP early, warpgroups in turn."""
+
+    tile: int
+    slots: int
+    dp_first: bool
+    turns: bool
+
+
+# measured on an H200 at L = 8192; keys are head dim and, for the backward, whether the tangents of gradients are wanted
+FORWARD = {64: Ring(128, 8, False, False), 128: Ring(128, 4, False, True)}
+FORWARD_DUAL = {64: Ring(128, 8, False, False), 128: Ring(64, 8, False, True)}
+KEY_SIDE = {64: Ring(64, 8, False, True), 128: Ring(64, 6, False, True)}
+QUERY_SIDE = {64: Ring(128, 6, False, False), 128: Ring(128, 4, False, True)}
+# all of dK, dV and their tangents at once do not fit the registers at 128: a launch for dV, another for dK
+KEY_SIDE_DUAL = {64: Ring(32, 16, False, True)}
+KEY_SIDE_DUAL_V = {128: Ring(64, 8, False, False)}
+KEY_SIDE_DUAL_K = {128: Ring(32, 12, False, True)}
+QUERY_SIDE_DUAL = {64: Ring(64, 12, True, False), 128: Ring(32, 8, True, True)}
+
+
+def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
+    """What of this call, which the portable kernels serve, these do not, or None."""
+    if launcher.target != 90:
+        return "this GPU"
+    if not launcher.descriptors:
+        return "this launcher, which has no TMA descriptors"
+    if dtype_of(x.query) not in ("float16", "bfloat16"):
+        return f"{dtype_of(x.query)} arrays"
+    if x.query.shape[-1] not in FORWARD:
+        return f"a head dim of {x.query.shape[-1]}"
+    if problem.scale <= 0:
+        return "a `scale` that is not positive"
+    if any(s % 8 for a in x[:3] for s in launcher.strides(a)[:-1]):
+        return "strides that are not multiples of 16 bytes"
+    return None
+
+
+class _Call:
+    """What the launches of one call share."""
+
+    def __init__(self, launcher: Launcher, problem: Problem, x: Operands):
+        self.launcher, self.problem, self.x = launcher, problem, x
+        self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
+        self.key_length, self.key_heads = x.key.shape[1:3]
+        self.dtype = dtype_of(x.query)
+        group = self.query_heads // self.key_heads
+        self.scalars = (float(problem.scale), self.query_heads, group, self.query_length, self.key_length)
+        self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
+        self.output = Output((self.batch, self.query_length, self.query_heads, self.head_dim), self.dtype)
+        self.key_gradient = Output((self.batch, self.key_length, self.key_heads, self.head_dim), self.dtype)
+
+    def run(self, kernel, ring: Ring, length: int, heads: int, inputs, outputs, **constants):
+        placeholder = Output((1,), "float32")
+        got = self.launcher.launch(
+            kernel, triton.cdiv(length, RESIDENT) * self.batch * heads, inputs, self.scalars,
+            [placeholder if o is None else o for o in outputs],
+            dict(D=self.head_dim, SLOTS=ring.slots, TURNS=ring.turns, CAUSAL=self.problem.is_causal, **constants),
+            WARPS, 1, registers=REGISTERS,
+        )  # fmt: skip
+        return tuple(None if o is None else a for o, a in zip(outputs, got, strict=True))
+
+
+def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):
+    """(o, ℓ, ȯ, μ); the last two None without tangents."""
+    call = _Call(launcher, problem, x)
+    dual = any(t is not None for t in tx[:3])
+    ring = (FORWARD_DUAL if dual else FORWARD)[call.head_dim]
+    q, k, v, tq, tk, tv = (
+        Rows(a if t is None else t, rows)
+        for a, t, rows in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
+    )
+    return call.run(
+        forward_kernels.forward, ring, call.query_length, call.query_heads, (q, k, v, tq, tk, tv),
+        (call.output, call.statistic, *((call.output, call.statistic) if dual else (None, None))),
+        BN=ring.tile, RAGGED=bool(call.key_length % ring.tile),
+        HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None,
+    )  # fmt: skip
+
+
+def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
+    return backward_dual(launcher, problem, x, y, cy, (NO_TANGENT, (None, None), (None, None)), want, (False,) * 3)[0]
+
+
+def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tangents, want, want_tangent):
+    """Needs a cotangent of o."""
+    (o, log_sum_exp), (d_o, d_lse), (tx, (t_o, mu), (t_d_o, t_d_lse)) = y, cy, tangents
+    call = _Call(launcher, problem, x)
+    dual = any(want_tangent)
+    lse2, delta, t_delta = portable._statistics(
+        portable._Call(launcher, problem, x), o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual
+    )
+    rows = (lse2, mu, delta, t_delta)
+    query = ((x.query, tx.query), (d_o, t_d_o))
+    key = ((x.key, tx.key), (x.value, tx.value))
+
+    def side(ring: Ring, row: bool, wants) -> tuple:
+        resident, streamed = (query, key) if row else (key, query)
+        ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
+        place = lambda array, stand_in, n: Rows(stand_in if array is None else array, n)
+        inputs = (
+            Rows(a, GROUP), Rows(c, GROUP), Rows(b, ring.tile), Rows(e, ring.tile),
+            place(ta, a, GROUP), place(tc, c, GROUP), place(tb, b, ring.tile), place(te, e, ring.tile), *rows,
+        )  # fmt: skip
+        length, heads, like = (
+            (call.query_length, call.query_heads, call.output) if row else (call.key_length, call.key_heads, call.key_gradient)
+        )
+        streamed_length = call.key_length if row else call.query_length
+        return call.run(
+            backward_kernels.backward, ring, length, heads, inputs, [like if w else None for w in wants],
+            T=ring.tile, ROW=row, DP_FIRST=ring.dp_first, RAGGED=bool(streamed_length % ring.tile),
+            HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
+            WANT_A=wants[0], WANT_C=wants[1], WANT_TA=wants[2], WANT_TC=wants[3],
+        )  # fmt: skip
+
+    d = call.head_dim
+    dq = t_dq = dk = dv = t_dk = t_dv = None
+    wants = (want[1], want[2], want_tangent[1], want_tangent[2])
+    if not dual and any(wants):
+        dk, dv, _, _ = side(KEY_SIDE[d], False, wants)
+    elif d in KEY_SIDE_DUAL and any(wants):
+        dk, dv, t_dk, t_dv = side(KEY_SIDE_DUAL[d], False, wants)
+    else:
+        if wants[1] or wants[3]:
+            _, dv, _, t_dv = side(KEY_SIDE_DUAL_V[d], False, (False, wants[1], False, wants[3]))
+        if wants[0] or wants[2]:
+            dk, _, t_dk, _ = side(KEY_SIDE_DUAL_K[d], False, (wants[0], False, wants[2], False))
+    if want[0] or want_tangent[0]:
+        ring = QUERY_SIDE_DUAL[d] if want_tangent[0] else QUERY_SIDE[d]
+        dq, _, t_dq, _ = side(ring, True, (want[0], False, want_tangent[0], False))
+    return Operands(dq, dk, dv), Operands(t_dq, t_dk, t_dv)

@@ -1,0 +1,73 @@
+"""The ring of shared-memory tiles between the producer warp and the consumer warpgroups.
+
+The producer fills slots by TMA, in the order in which the consumers read them; barrier `full[slot]` says that a tile has
+landed, `empty[slot]` that both consumers are done with it.  Descriptors are four-dimensional, [B, H, L, D], so that strided
+inputs need no copy and rows past L arrive as zeros.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup; a program has two
+
+
+def shared_layout(block, dtype: str):
+    """The layout in shared memory of a descriptor's tiles."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtype))
+
+
+@gluon.jit
+def advance(slot, phase, SLOTS: gl.constexpr):
+    slot += 1
+    if slot == SLOTS:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def tiles(desc, N: gl.constexpr):
+    """Shared memory for N tiles of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout)
+
+
+@gluon.jit
+def matrix(buffer, i, ROWS: gl.constexpr, D: gl.constexpr):
+    """Tile i as a matrix [ROWS, D]."""
+    return buffer.index(i).reshape([ROWS, D])
+
+
+@gluon.jit
+def load_tile(desc, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS: gl.constexpr):
+    mbarrier.wait(empty.index(slot), phase)
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [i_b, i_h, row, 0], full.index(slot), ring.index(slot))
+    return advance(slot, phase, SLOTS)
+
+
+@gluon.jit
+def load_resident(desc, i_b, i_h, row, bar, buffer):
+    """The rows of both consumer warpgroups."""
+    for w in gl.static_range(2):
+        tma.async_copy_global_to_shared(desc, [i_b, i_h, row + GROUP_ROWS * w, 0], bar, buffer.index(w))
+
+
+@gluon.jit
+def store_rows(X, i_b, i_h, H, row, L, b_x, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """From registers to a contiguous [B, L, H, D] array."""
+    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    offset = ((i_b.to(gl.int64) * L + row) * H + i_h) * D
+    p_x = X + offset + gl.expand_dims((o_r - row) * (H * D), 1) + gl.expand_dims(o_d, 0)
+    gl.store(p_x, b_x.to(X.dtype.element_ty), mask=gl.expand_dims(o_r < L, 1))
