@@ -1,0 +1,178 @@
+"""The kernels on a GPU, launched by jax-triton, at real sizes: `pytest -m gpu`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oracle
+from jax_flash_jvp import dot_product_attention
+
+pytestmark = pytest.mark.gpu
+
+# B, T, S, N, K, D, causal
+SHAPES = [
+    (2, 256, 256, 4, 4, 64, False),
+    (1, 512, 512, 4, 2, 128, True),
+    (2, 333, 257, 6, 2, 64, False),
+    (1, 191, 450, 4, 1, 128, True),
+    (1, 450, 191, 2, 2, 128, True),
+    (3, 1, 65, 2, 2, 32, False),
+    (1, 100, 1, 2, 1, 16, False),
+    (2, 129, 129, 3, 3, 8, True),
+    (1, 200, 200, 4, 4, 72, True),
+    (1, 130, 140, 2, 2, 80, False),
+    (1, 130, 130, 2, 2, 96, True),
+    (1, 140, 150, 2, 2, 28, False),
+    (1, 150, 140, 2, 1, 40, True),
+    (1, 257, 200, 2, 2, 192, False),
+    (1, 200, 257, 2, 2, 256, True),
+]
+
+
+def name(shape):
+    b, t, s, n, k, d, causal = shape
+    return f"B{b}-T{t}-S{s}-N{n}-K{k}-D{d}{'-causal' if causal else ''}"
+
+
+def triton(*args, **kwargs):
+    return dot_product_attention(*args, **{**kwargs, "implementation": "triton"})
+
+
+def operands(shape, seed=0):
+    b, t, s, n, k, d, _ = shape
+    q, g, h, tq = (oracle.normal(seed + i, b, t, n, d) for i in range(4))
+    k_, v, tk, tv = (oracle.normal(seed + 10 + i, b, s, k, d) for i in range(4))
+    return (q, k_, v), (tq, tk, tv), (g, h)
+
+
+def jobs(causal):
+    def f(attention):
+        return lambda *x: attention(*x, is_causal=causal)
+
+    return {
+        "forward": lambda attention, x, tx, g: f(attention)(*x),
+        "jvp": lambda attention, x, tx, g: jax.jvp(f(attention), x, tx),
+        "linearize": lambda attention, x, tx, g: jax.linearize(f(attention), *x)[1](*tx),
+        "gradient": lambda attention, x, tx, g: jax.vjp(f(attention), *x)[1](g[0]),
+        "gradient through the tangent": lambda attention, x, tx, g: jax.vjp(
+            lambda x, tx: jax.jvp(f(attention), x, tx), x, tx
+        )[1](g),
+        "tangent of the gradient": lambda attention, x, tx, g: jax.jvp(
+            lambda *x: jax.vjp(f(attention), *x)[1](g[0]), x, tx
+        ),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_agrees_with_float64(shape, dtype):
+    arrays = operands(shape)
+    for job in jobs(shape[-1]).values():
+        oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), triton, arrays, dtype)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8]], ids=name)
+def test_float32_is_ieee_when_asked(shape):
+    with jax.default_matmul_precision("highest"):
+        for job in jobs(shape[-1]).values():
+            oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), triton, operands(shape), "float32")
+
+
+@pytest.mark.parametrize("wrt", ["q", "k", "v", "qk", "qv", "kv"])
+def test_tangents_may_be_absent(wrt):
+    x, tx, g = operands(SHAPES[2])
+
+    def job(attention, x, tx, g):
+        moving = ["qkv".index(c) for c in wrt]
+
+        def f(*moved):
+            full = list(x)
+            for i, a in zip(moving, moved, strict=True):
+                full[i] = a
+            return attention(*full)
+
+        t = tuple(tx[i] for i in moving)
+        first = jax.jvp(f, tuple(x[i] for i in moving), t)
+        second = jax.vjp(lambda *p: jax.jvp(f, p, t), *[x[i] for i in moving])[1](g)
+        return first, second
+
+    oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), triton, (x, tx, g), "bfloat16")
+
+
+def launches(function, *args):
+    return jax.jit(function).lower(*args).compile().as_text().count('custom_call_target="triton_kernel_call')
+
+
+def test_which_kernels_are_launched():
+    x, tx, g = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), operands(SHAPES[0]))
+    run = {n: launches(lambda *a, j=job: j(triton, *a), x, tx, g) for n, job in jobs(False).items()}
+    assert run["forward"] == 1
+    assert run["jvp"] == 1
+    assert run["linearize"] == 2
+    assert run["gradient"] == 1 + 3  # statistics, key side, query side
+    assert run["gradient through the tangent"] <= 1 + 4  # the key side may be split in two
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_memory_is_linear(head_dim):
+    """Beyond inputs and outputs: two float32 numbers a query row, and what is saved for the backward."""
+    length, heads = 8192, 4
+    x = tx = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16),) * 3
+    f = lambda *x: triton(*x)
+    rows = 2 * 4 * length * heads
+
+    def temporaries(function, *args):
+        return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(lambda x: f(*x), x) <= rows + 4096
+    assert temporaries(lambda x, tx: jax.jvp(f, x, tx), x, tx) <= rows + 4096
+    pull = jax.eval_shape(lambda x: jax.vjp(f, *x)[1], x)
+    assert temporaries(lambda pull, g: pull(g), pull, x[0]) <= rows + 4096
+
+
+def test_same_bits_every_time():
+    x, tx, g = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), operands((2, 1000, 900, 8, 2, 64, True)))
+    for job in jobs(True).values():
+        run = jax.jit(lambda *a, j=job: j(triton, *a))
+        first = jax.tree.map(np.asarray, run(x, tx, g))
+        for _ in range(5):
+            jax.tree.map(np.testing.assert_array_equal, first, jax.tree.map(np.asarray, run(x, tx, g)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_sequences(head_dim, causal):
+    """L = 8192: each head attends on its own, so that two of them tell."""
+    shape = (1, 8192, 8192, 8, 8, head_dim, causal)
+    x, tx, g = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands(shape))
+    some = lambda tree: jax.tree.map(lambda a: a[:, :, np.array([0, 7])], tree)
+    for job in jobs(causal).values():
+        got = some(oracle.evaluate(jax.jit(job, static_argnums=0), triton, (x, tx, g), "bfloat16"))
+        few = some((x, tx, g))
+        naive, exact = (oracle.evaluate(jax.jit(job, static_argnums=0), oracle.attention, few, d) for d in ("bfloat16", "float64"))
+        oracle.assert_close(got, exact, naive)
+
+
+def test_consistency_step_under_transformations():
+    """A model of three layers: JVP with a stopped tangent, then its gradient, in scan, remat and vmap."""
+    rng = np.random.default_rng(0)
+    width, heads, length = 128, 2, 96
+    weights = jnp.asarray(rng.standard_normal((3, width, 3 * width)) * width**-0.5, jnp.float32)
+    h, t_h = (jnp.asarray(rng.standard_normal((2, length, width)), jnp.float32) for _ in range(2))
+
+    def loss(implementation, weights, h, t_h):
+        @jax.checkpoint
+        def layer(h, w):
+            q, k, v = jnp.split((h @ w).reshape(*h.shape[:2], heads, -1), 3, axis=-1)
+            return h + dot_product_attention(q, k, v, implementation=implementation).reshape(h.shape), None
+
+        net = lambda h: jax.lax.scan(layer, h, weights)[0]
+        y, t_y = jax.jvp(net, (h,), (t_h,))
+        return jnp.mean((y - jax.lax.stop_gradient(jnp.sin(t_y))) ** 2)
+
+    with jax.default_matmul_precision("highest"):
+        many = lambda w: jnp.stack([w, 0.5 * w])
+        step = lambda implementation: jax.jit(jax.vmap(jax.value_and_grad(lambda w: loss(implementation, w, h, t_h))))
+        got, expected = step("triton")(many(weights)), step("xla")(many(weights))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), got, expected)
