@@ -1,0 +1,1 @@
+"""What the consistency-model examples share: data, figures and quality in numpy, the rest per framework."""

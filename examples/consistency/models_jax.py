@@ -1,0 +1,116 @@
+"""A diffusion transformer (Peebles and Xie 2023, arXiv:2212.09748) in Flax, with any attention."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from consistency.config import TrainingConfig
+from consistency.data import CLASSES, DIGIT_SIZE
+from jax_flash_jvp.flax import attention_fn
+
+AttentionFunction = Callable[..., jax.Array]
+
+
+def naive_attention_fn(query: jax.Array, key: jax.Array, value: jax.Array, **_: object) -> jax.Array:
+    """softmax(Q Kᵀ / √d) V as it is written, with logits and weights as whole [length, length] arrays."""
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(logits / np.sqrt(query.shape[-1]), axis=-1).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def make_attention_fn(name: str) -> AttentionFunction:
+    if name == "naive":
+        return naive_attention_fn
+    return functools.partial(attention_fn, implementation=None if name == "auto" else name)
+
+
+def position_waves(side: int, width: int) -> np.ndarray:
+    """[side², width]: sines and cosines of row and column, at wavelengths from 2π to 2π · 10,000 tokens."""
+    angles = np.arange(side)[:, None] * np.geomspace(1, 1e-4, width // 4)
+    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    rows, columns = np.repeat(waves, side, axis=0), np.tile(waves, (side, 1))
+    return np.concatenate([rows, columns], axis=1).astype(np.float32)
+
+
+class TimeEmbedding(nnx.Module):
+    """Low frequencies only: the derivative in time, which these methods train on, grows with the highest one.
+
+    With the 1,000 that diffusion models use for times in [0, 1], the tangent drowns the velocity.
+    """
+
+    def __init__(self, width: int, dtype: jnp.dtype, rngs: nnx.Rngs, highest_frequency: float = 8.0):
+        self.frequencies = tuple(np.geomspace(0.5, highest_frequency, width // 2).tolist())
+        self.hidden = nnx.Linear(2 * len(self.frequencies), width, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, time: jax.Array) -> jax.Array:  # [batch] → [batch, width]
+        angles = time[:, None] * jnp.array(self.frequencies)
+        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+        return self.out(nnx.silu(self.hidden(waves)))
+
+
+class Block(nnx.Module):
+    """Self-attention and a perceptron, each with its scale, shift and gate from the condition (adaLN-Zero)."""
+
+    def __init__(self, width: int, heads: int, attention: AttentionFunction, dtype: jnp.dtype, rngs: nnx.Rngs):
+        norm = functools.partial(nnx.LayerNorm, width, use_bias=False, use_scale=False, dtype=dtype, rngs=rngs)
+        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+        self.modulation = linear(width, 6 * width, kernel_init=nnx.initializers.zeros)
+        self.norm_attention = norm()
+        self.attention = nnx.MultiHeadAttention(
+            heads, width, dtype=dtype, decode=False, attention_fn=attention, rngs=rngs
+        )
+        self.norm_perceptron = norm()
+        self.expand = linear(width, 4 * width)
+        self.contract = linear(4 * width, width)
+
+    def __call__(self, tokens: jax.Array, condition: jax.Array) -> jax.Array:
+        modulation = jnp.split(self.modulation(nnx.silu(condition))[:, None, :], 6, axis=-1)
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = modulation
+        tokens = tokens + gate_1 * self.attention(self.norm_attention(tokens) * (1 + scale_1) + shift_1)
+        hidden = self.expand(self.norm_perceptron(tokens) * (1 + scale_2) + shift_2)
+        return tokens + gate_2 * self.contract(nnx.gelu(hidden))
+
+
+class DiffusionTransformer(nnx.Module):
+    """Images, any fixed number of times and a class label → an image of the same shape."""
+
+    def __init__(self, config: TrainingConfig, times: int, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.dtype)
+        width = config.width
+        self.patch = config.patch
+        self.side = config.mosaic * DIGIT_SIZE // config.patch
+        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+        attention = make_attention_fn(config.attention)
+        self.embed_patches = linear(config.patch**2, width)
+        self.embed_times = nnx.List(TimeEmbedding(width, dtype, rngs) for _ in range(times))
+        self.embed_class = nnx.Embed(CLASSES, width, dtype=dtype, rngs=rngs)
+        self.positions = nnx.Param(jnp.asarray(position_waves(self.side, width)))
+        self.blocks = nnx.List(Block(width, config.heads, attention, dtype, rngs) for _ in range(config.depth))
+        self.norm = nnx.LayerNorm(width, use_bias=False, use_scale=False, dtype=dtype, rngs=rngs)
+        self.modulation = linear(width, 2 * width, kernel_init=nnx.initializers.zeros)
+        self.out = nnx.Linear(width, config.patch**2, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, images: jax.Array, times: tuple[jax.Array, ...], labels: jax.Array) -> jax.Array:
+        tokens = self.embed_patches(self._to_patches(images)) + self.positions[...].astype(self.embed_patches.dtype)
+        condition = self.embed_class(labels)
+        for embed, time in zip(self.embed_times, times, strict=True):
+            condition = condition + embed(time)
+        for block in self.blocks:
+            tokens = block(tokens, condition)
+        shift, scale = jnp.split(self.modulation(nnx.silu(condition))[:, None, :], 2, axis=-1)
+        tokens = self.norm(tokens) * (1 + scale) + shift
+        return self._to_image(self.out(tokens.astype(images.dtype)))
+
+    def _to_patches(self, images: jax.Array) -> jax.Array:  # [batch, height, width, 1] → [batch, token, patch²]
+        grid = images.reshape(-1, self.side, self.patch, self.side, self.patch)
+        return grid.transpose(0, 1, 3, 2, 4).reshape(-1, self.side**2, self.patch**2)
+
+    def _to_image(self, patches: jax.Array) -> jax.Array:
+        grid = patches.reshape(-1, self.side, self.side, self.patch, self.patch)
+        size = self.side * self.patch
+        return grid.transpose(0, 1, 3, 2, 4).reshape(-1, size, size, 1)

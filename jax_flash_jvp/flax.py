@@ -1,0 +1,116 @@
+"""`attention_fn` for `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
+
+    layer = nnx.MultiHeadAttention(..., attention_fn=jax_flash_jvp.flax.attention_fn)
+
+Options are fixed with `functools.partial(attention_fn, implementation="triton", local_window_size=(256, 0))`.
+Flax itself is not imported: the two classes only agree on the names of the arguments.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_flash_jvp.attention import dot_product_attention
+
+
+def attention_fn(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: Any = None,
+    module: Any = None,
+    promote_dtype: Callable[..., Any] | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`jax_flash_jvp.dot_product_attention` behind the signature that Flax's attention layers call.
+
+    Args:
+        query: `[batch..., query_length, heads, head_dim]`, with any number of leading axes, none included.
+        key, value: `[batch..., key_length, key_value_heads, head_dim]`; heads is a multiple of key_value_heads.
+        bias: added to the logits; broadcasts to `[batch..., heads, query_length, key_length]`.
+        mask: broadcasts likewise; what is zero or False takes no part. A query with nothing to attend to gives zero,
+            where Flax's own attention gives the mean of the values.
+        broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout must be off.
+        dtype: the dtype to compute in; None promotes query, key and value to their common one.
+        precision: as in Flax; None leaves `jax.default_matmul_precision` as the caller set it.
+        module: must be None: there are no attention weights to sow.
+        promote_dtype: nnx's way of casting, called as `promote_dtype((query, key, value), dtype=dtype)`.
+        is_causal: whether a query sees only keys at its own position and before.
+        scale, local_window_size, implementation: passed on to `dot_product_attention`.
+
+    Returns:
+        `[batch..., query_length, heads, head_dim]`.
+
+    Raises:
+        ValueError: dropout is active, `module` is given, or `precision` differs between the operands.
+    """
+    if dropout_rate > 0.0 and not deterministic:
+        raise ValueError(
+            f"`dropout_rate` must be 0 when `deterministic` is False: got {dropout_rate}. The attention weights are "
+            "never formed, so they cannot be dropped: set dropout_rate=0 (and drop out the layer's output instead), or "
+            "deterministic=True"
+        )
+    if module is not None:
+        raise ValueError(
+            f"`module` must be None: got {type(module).__name__}. The attention weights are never formed, so there are "
+            "none to sow: call the layer with sow_weights=False, or give it Flax's own dot_product_attention"
+        )
+    if promote_dtype is not None:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    else:
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        query, key, value = (jnp.asarray(array, dtype) for array in (query, key, value))
+
+    *batch_shape, query_length, heads, _ = query.shape
+    if mask is not None:
+        mask = _merge_batch_axes(jnp.asarray(mask, bool), batch_shape)
+    if bias is not None:
+        bias = _merge_batch_axes(jnp.asarray(bias), batch_shape)
+    with _matmul_precision(precision):
+        output = dot_product_attention(
+            *(array.reshape(math.prod(batch_shape), *array.shape[-3:]) for array in (query, key, value)),
+            bias=bias,
+            mask=mask,
+            scale=scale,
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            implementation=implementation,
+        )
+    return output.reshape(*batch_shape, query_length, heads, output.shape[-1])
+
+
+def _merge_batch_axes(array: jax.Array, batch_shape: list[int]) -> jax.Array:
+    """`[batch..., heads, query, key]` with any axis 1 or absent → `[batch or 1, heads, query, key]`."""
+    array = array.reshape((1,) * (len(batch_shape) + 3 - array.ndim) + array.shape)
+    if math.prod(array.shape[:-3]) != 1:  # one mask for the whole batch stays one: attention broadcasts it unrepeated
+        array = jnp.broadcast_to(array, (*batch_shape, *array.shape[-3:]))
+    return array.reshape(-1, *array.shape[-3:])
+
+
+def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[None]:
+    """Flax's `precision` (a name, a `jax.lax.Precision`, or a pair of one of these) as a context."""
+    if precision is None:
+        return contextlib.nullcontext()
+    if isinstance(precision, tuple):
+        if len(set(precision)) != 1:
+            raise ValueError(f"`precision` must be the same for both operands of a product: got {precision}")
+        precision = precision[0]
+    if isinstance(precision, jax.lax.Precision):
+        precision = precision.name.lower()
+    return jax.default_matmul_precision(getattr(precision, "name", precision))
