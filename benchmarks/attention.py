@@ -1,7 +1,7 @@
 """Times attention and its derivatives on the GPU at hand, beside cuDNN, XLA and the matrix product.
 
 Every result is first checked against float64: an implementation that fails is reported and not timed.  Contenders take
-turns, round after round, so that a drift of the clock meets all of them; the figures are medians over rounds.
+turns, in another order each round, so that neither drift nor a predecessor's heat favours one; figures are medians.
 
     python benchmarks/attention.py                                  # L = 8192, H32 D64 and H24 D128, bf16
     python benchmarks/attention.py --lengths 1024 4096 16384 --causal --output results/causal
@@ -164,9 +164,11 @@ def run(options: argparse.Namespace) -> list[Row]:
                     memory[who] = compiled.memory_analysis().temp_size_in_bytes / 2**20
                     calls[who] = lambda c=compiled, args=(*leading, *arrays[6:]): c(*args)
                 times: dict[str, list[float]] = {who: [] for who in calls}
-                for _ in range(options.rounds):
-                    for who, call in calls.items():
-                        times[who].append(timed(call, options.seconds))
+                for turn in range(options.rounds):
+                    order = list(calls)[turn % len(calls) :] + list(calls)[: turn % len(calls)]
+                    for who in order:
+                        time.sleep(options.rest)
+                        times[who].append(timed(calls[who], options.seconds))
                 matmul = 2 * 8192**3 / statistics.median(times.pop("bf16 matrix product")) * 1e-9
                 operations = 2 * PRODUCTS[job] * heads * length**2 * head_dim / (2 if options.causal else 1)
                 for who, samples in times.items():
@@ -215,8 +217,9 @@ def main() -> None:
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.05, help="per contender and round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=0.03, help="of work per contender and round; 1 shows sustained speed")
+    parser.add_argument("--rest", type=float, default=0.1, help="seconds of rest before each, so that none inherits heat")
     parser.add_argument("--longest-xla", type=int, default=8192, help="XLA's attention runs out of memory beyond")
     parser.add_argument("--output", type=Path, default=Path("results/attention"), help="without an ending")
     options = parser.parse_args()

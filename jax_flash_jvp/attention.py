@@ -157,4 +157,5 @@ def _window(size: Any) -> tuple[int, int] | None:
 
 def _precision() -> str:
     """Of float32 products in the kernels, from the matrix-product precision in force."""
-    return "ieee" if str(jax.config.jax_default_matmul_precision).lower() in ("highest", "float32") else "tf32"
+    exact = ("highest", "float32", "f32_f32_f32")
+    return "ieee" if str(jax.config.jax_default_matmul_precision).lower() in exact else "tf32"

@@ -189,13 +189,13 @@ class JaxTriton(_Contiguous):
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]
-        # a Python float would become fp64
-        arguments += [np.float32(s) if isinstance(s, float) else s for s in scalars]
         options: dict[str, Any] = dict(kernel=kernel, grid=(grid,), num_warps=num_warps, num_stages=num_stages)
         if self.descriptors:
+            arguments += scalars
             backend = dict(enable_fp_fusion=True) if registers is None else dict(enable_fp_fusion=True, maxnreg=registers)
             options.update(out_type=_shapes(outputs), backend_options=backend)
-        else:
+        else:  # a Python float would become fp64
+            arguments += [np.float32(s) if isinstance(s, float) else s for s in scalars]
             options.update(out_shape=_shapes(outputs), enable_fp_fusion=True)
         return self.jax_triton.triton_call(*arguments, **options, **constants)
 

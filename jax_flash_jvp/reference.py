@@ -16,12 +16,16 @@ as in FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao
 in Lu & Song 2024, arXiv:2410.11081, appendix.  Products accumulate in float32, or float64 for float64 arrays; P, dS and
 the like are rounded to the arrays' dtype before a product, as in the kernels.
 
-JAX can differentiate every function here, to any order.  The running maximum is a constant to differentiation (no
-result depends on it), so that each loop is linear in its sums and need not save them, and the scores of a tile are
-recomputed where they are needed: memory is linear in the sequence lengths for any number of forward modes and one
-reverse mode.  JAX undoes the recomputation for the reverse modes that are nested inside: a second one through `forward`
-saves a maximum for each query and block of keys, a second one through `backward_dual` sums as large as the keys for
-each block of queries.
+Any number c of a row may be subtracted from its Ṡ: ȯ = (P∘(Ṡ - c)) V + P V̇ - (μ - c) o.  With c near μ little is lost by
+rounding P∘(Ṡ - c) to bfloat16; without, a tangent that moves all scores of a row alike would drown the rest.  In
+`forward_dual`, c is the Ṡ of the largest score, by differentiating the running maximum; in `tangent`, that of a mean key.
+
+JAX can differentiate every function here, to any order.  In `forward` the running maximum is a constant to
+differentiation (no result depends on it), so that the loops are linear in their sums and need not save them, and the
+scores of a tile are recomputed where they are needed: memory is linear in the sequence lengths for any number of forward
+modes and one reverse mode.  JAX undoes the recomputation for the reverse modes that are nested inside: a second one
+through `forward` saves a maximum for each query and block of keys, a second one through `backward_dual` sums as large as
+the keys for each block of queries.
 """
 
 import operator
@@ -259,6 +263,14 @@ def minus_row_sum(a: Array | None, b: Array | None) -> Array | None:
     return -(a.astype(dtype) * b.astype(dtype)).sum(-1).mT
 
 
+def mean_key(x: Operands) -> Array | None:
+    """[B, 1, N, H]"""
+    if x.key is None:
+        return None
+    key = x.key.astype(jnp.promote_types(x.key.dtype, jnp.float32))
+    return jnp.repeat(key.sum(1, keepdims=True) / max(1, key.shape[1]), x.query.shape[2] // key.shape[2], axis=2)
+
+
 def accumulate(sums: Arrays, **terms: Array | None) -> Arrays:
     """Add to those sums that there are, each term summed over the axes along which its sum is broadcast."""
     new = dict(sums)
@@ -271,13 +283,17 @@ def accumulate(sums: Arrays, **terms: Array | None) -> Arrays:
 
 def forward(x: Operands, problem: Problem) -> tuple[Array, Array]:
     """The output [B, T, N, Hv] and log_sum_exp [B, N, T]."""
+    return _forward(x, problem, lax.stop_gradient)
+
+
+def _forward(x: Operands, problem: Problem, for_maximum: Callable[[Array], Array]) -> tuple[Array, Array]:
     tiles = Tiles(x, problem)
     tiles.add_row_sums(maximum=1, total=1, o=x.value.shape[-1])
     # Not -∞: in a row that sees no key, scores minus maximum would be NaN.
     tiles.sums["row"]["maximum"] += jnp.finfo(tiles.dtype).min
 
     def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
-        maximum = jnp.maximum(sums["maximum"], lax.stop_gradient(s).max(-1, keepdims=True))
+        maximum = jnp.maximum(sums["maximum"], for_maximum(s).max(-1, keepdims=True))
         decay, p = jnp.exp(sums["maximum"] - maximum), jnp.exp(s - maximum)
         old = {"maximum": maximum, "total": decay * sums["total"], "o": decay * sums["o"]}
         return accumulate(old, total=p, o=onto_rows(p, d["v"]))
@@ -295,7 +311,8 @@ def forward_dual(x: Operands, tx: Operands, problem: Problem) -> tuple[tuple[Arr
     moving = [i for i in range(DIFFERENTIABLE) if tx[i] is not None]
 
     def moved(*arrays: Array) -> tuple[Array, Array]:
-        return forward(x._replace(**{Operands._fields[i]: a for i, a in zip(moving, arrays, strict=True)}), problem)
+        moved_x = x._replace(**{Operands._fields[i]: a for i, a in zip(moving, arrays, strict=True)})
+        return _forward(moved_x, problem, lambda s: s)
 
     return jax.jvp(moved, [x[i] for i in moving], [tx[i] for i in moving])
 
@@ -303,18 +320,21 @@ def forward_dual(x: Operands, tx: Operands, problem: Problem) -> tuple[tuple[Arr
 def tangent(x: Operands, y: tuple[Array, Array], tx: Operands, problem: Problem) -> tuple[Array, Array]:
     """The tangents (ȯ, μ) of y = forward(x) along `tx`."""
     o, log_sum_exp = y
+    products = add(minus_row_sum(tx.query, mean_key(x)), minus_row_sum(x.query, mean_key(x._replace(key=tx.key))))
+    minus_c = multiply(problem.scale, products)
     tiles = Tiles(x, problem)
-    tiles.add_residuals(log_sum_exp, tx)
+    tiles.add_residuals(log_sum_exp, tx, minus_c=minus_c)
     tiles.add_row_sums(mu=1, t_o=o.shape[-1])
 
     def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
         p = jnp.exp(s - d["log_sum_exp"])
-        p_t = multiply(p, tiles.tangent_scores(d))
+        p_t = multiply(p, add(tiles.tangent_scores(d), d.get("minus_c")))
         return accumulate(sums, mu=p_t, t_o=add(onto_rows(p_t, d["v"]), onto_rows(p, d.get("t_v"))))
 
     sums = tiles.sweep(tile)
-    mu = tiles.take_row_scalar(sums["mu"])
-    return (tiles.take("query", sums["t_o"], o.shape) - mu.mT[..., None] * o).astype(o.dtype), mu
+    mu = tiles.take_row_scalar(sums["mu"])  # less c
+    t_o = tiles.take("query", sums["t_o"], o.shape) - mu.mT[..., None] * o
+    return t_o.astype(o.dtype), mu if minus_c is None else jnp.where(log_sum_exp == -np.inf, 0, mu - minus_c)
 
 
 def backward(x: Operands, y: tuple[Array, Array], cy: Pair, problem: Problem, want: tuple[bool, ...]) -> Operands:

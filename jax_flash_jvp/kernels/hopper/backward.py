@@ -35,13 +35,22 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
 
 
 @gluon.jit
-def load_column(X, x, m_x, other: gl.constexpr, stats, i):
+def stage_column(X, x, m_x, other: gl.constexpr, stats, i):
     stats.index(i).store(gl.load(X + x, mask=m_x, other=other))
 
 
 @gluon.jit
-def column(stats, i, LAYOUT: gl.constexpr):
+def staged_column(stats, i, LAYOUT: gl.constexpr):
     return gl.expand_dims(stats.index(i).load(LAYOUT), 0)
+
+
+@gluon.jit
+def column(X, row, L, other: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexpr, LAYOUT: gl.constexpr):
+    o_b = row + gl.arange(0, T, layout=LAYOUT)
+    if RAGGED:
+        return gl.expand_dims(gl.load(X + o_b, mask=o_b < L, other=other), 0)
+    else:
+        return gl.expand_dims(gl.load(X + o_b), 0)
 
 
 @gluon.jit
@@ -68,8 +77,8 @@ def produce(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
     a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, GROUP, LQ, i_b, i_a, i_stream, a_row,
     plain_start, plain_count, masked_start, masked_count,
-    T: gl.constexpr, SLOTS: gl.constexpr, ROW: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
-    USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
+    T: gl.constexpr, SLOTS: gl.constexpr, THROUGH_SHARED: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr,
+    USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
 ):  # fmt: skip
     COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
     mbarrier.expect(a_bar, 2 * COUNT * a_d.block_type.nbytes)
@@ -87,36 +96,37 @@ def produce(
     for MASKED in gl.static_range(2):
         start = masked_start if MASKED else plain_start
         count = masked_count if MASKED else plain_count
-        for j in range(GROUP * count):
-            i_h = i_stream + j // count
-            row = (start + j % count) * T
-            if not ROW:
-                o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
-                x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
-                mbarrier.wait(s_empty.index(stage), s_phase)
-                load_column(LSE2, x, o_m < LQ, float("inf"), stats, 4 * stage)
-                if USE_W:
-                    load_column(MU, x, o_m < LQ, 0.0, stats, 4 * stage + 1)
-                if USE_C:
-                    load_column(DELTA, x, o_m < LQ, 0.0, stats, 4 * stage + 2)
-                if WANT_TA:
-                    load_column(T_DELTA, x, o_m < LQ, 0.0, stats, 4 * stage + 3)
-                mbarrier.arrive(s_full.index(stage), count=1)
-                stage, s_phase = advance(stage, s_phase, 2)
-            slot, phase = load_tile(b_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
-            slot, phase = load_tile(e_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
-            if USE_TB:
-                slot, phase = load_tile(tb_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
-            if USE_TE:
-                slot, phase = load_tile(te_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
+        for i_g in range(GROUP):
+            i_h = i_stream + i_g
+            for j in range(start, start + count):
+                row = j * T
+                if THROUGH_SHARED:
+                    o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
+                    x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
+                    mbarrier.wait(s_empty.index(stage), s_phase)
+                    stage_column(LSE2, x, o_m < LQ, float("inf"), stats, 4 * stage)
+                    if USE_W:
+                        stage_column(MU, x, o_m < LQ, 0.0, stats, 4 * stage + 1)
+                    if USE_C:
+                        stage_column(DELTA, x, o_m < LQ, 0.0, stats, 4 * stage + 2)
+                    if WANT_TA:
+                        stage_column(T_DELTA, x, o_m < LQ, 0.0, stats, 4 * stage + 3)
+                    mbarrier.arrive(s_full.index(stage), count=1)
+                    stage, s_phase = advance(stage, s_phase, 2)
+                slot, phase = load_tile(b_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
+                slot, phase = load_tile(e_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
+                if USE_TB:
+                    slot, phase = load_tile(tb_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
+                if USE_TE:
+                    slot, phase = load_tile(te_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
 
 
 @gluon.jit
 def consume(
     i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-    DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, i_b, i_a, a_row, plain_count, masked_start, masked_count,
-    D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKS: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
+    DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, i_b, i_a, i_stream, HQ, a_row, plain_start, plain_count, masked_start,
+    masked_count, D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW: gl.constexpr,
+    THROUGH_SHARED: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, MASKS: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
     USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
@@ -155,139 +165,146 @@ def consume(
     tick = 0
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
-            for j in range(GROUP * (masked_count if MASKED else plain_count)):
-                z = i_w + (tick >> 28)  # zero, but not to the compiler: else it keeps every resident descriptor in registers
-                a = matrix(a_s, z, GROUP_ROWS, D)
-                e_slot, e_phase = advance(b_slot, b_phase, SLOTS)
-                tb_slot, tb_phase = e_slot, e_phase
-                if USE_TB:
-                    tb_slot, tb_phase = advance(e_slot, e_phase, SLOTS)
-                te_slot, te_phase = tb_slot, tb_phase
-                if USE_TE:
-                    te_slot, te_phase = advance(tb_slot, tb_phase, SLOTS)
-                b = matrix(ring, b_slot, T, D)
-                e = matrix(ring, e_slot, T, D)
-
-                mbarrier.wait(full.index(b_slot), b_phase)
-                if TURNS:
-                    mbarrier.wait(turn.index(i_w), tick & 1)
-                b_s = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, T]
-                mbarrier.wait(full.index(e_slot), e_phase)
-                if USE_C:
-                    c = matrix(c_s, z, GROUP_ROWS, D)
-                    b_dp = warpgroup_mma(c, e.permute((1, 0)), zero, use_acc=False, is_async=True)
-                if TURNS:
-                    mbarrier.arrive(turn.index(1 - i_w), count=1)
-                if not ROW:
-                    mbarrier.wait(s_full.index(stage), s_phase)
-                    lse2 = column(stats, 4 * stage, x_l)
-                b_s = warpgroup_mma_wait(1 if USE_C else 0, deps=[b_s])
-                if MASKED:
-                    b_row = (masked_start + j % masked_count) * T
-                    b_s = hide(b_s, a_start, b_row, LB, T, ROW, CAUSAL, s_l)
-                b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
-                if N_P > 0:
-                    p = gl.convert_layout(b_p.to(dtype), p_l)
-                if USE_TB:
-                    mbarrier.wait(full.index(tb_slot), tb_phase)
-                    tb = matrix(ring, tb_slot, T, D)
-                if USE_W:
+            start = masked_start if MASKED else plain_start
+            count = masked_count if MASKED else plain_count
+            for i_g in range(GROUP):
+                x_g = (i_b * HQ + i_stream + i_g).to(gl.int64) * LB
+                for j in range(start, start + count):
+                    z = i_w + (tick >> 28)  # zero, but not to the compiler: else it keeps every resident descriptor in registers
+                    a = matrix(a_s, z, GROUP_ROWS, D)
+                    e_slot, e_phase = advance(b_slot, b_phase, SLOTS)
+                    tb_slot, tb_phase = e_slot, e_phase
                     if USE_TB:
-                        b_ts = warpgroup_mma(a, tb.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    if USE_TA:
-                        ta = matrix(ta_s, z, GROUP_ROWS, D)
-                        if USE_TB:
-                            b_ts = warpgroup_mma(ta, b.permute((1, 0)), b_ts, is_async=True)
-                        else:
-                            b_ts = warpgroup_mma(ta, b.permute((1, 0)), zero, use_acc=False, is_async=True)
-                if WANT_C:
-                    b_dc = warpgroup_mma(p, e, b_dc, is_async=True)
-                if USE_TE:
-                    te = matrix(ring, te_slot, T, D)
-                    if WANT_TC:
-                        mbarrier.wait(full.index(te_slot), te_phase)
-                        b_tdc = warpgroup_mma(p, te, b_tdc, is_async=True)
+                        tb_slot, tb_phase = advance(e_slot, e_phase, SLOTS)
+                    te_slot, te_phase = tb_slot, tb_phase
+                    if USE_TE:
+                        te_slot, te_phase = advance(tb_slot, tb_phase, SLOTS)
+                    b = matrix(ring, b_slot, T, D)
+                    e = matrix(ring, e_slot, T, D)
 
-                if USE_C:
-                    if not ROW:
-                        delta = column(stats, 4 * stage + 2, x_l)
-                    b_dp = warpgroup_mma_wait(N_TS + N_P, deps=[b_dp])
-                    b_ds = b_p * (b_dp - delta)
-                    if N_DS > 0:
-                        ds = gl.convert_layout(b_ds.to(dtype), p_l)
-                    if WANT_TA and USE_TB:
-                        b_tda = warpgroup_mma(ds, tb, b_tda, is_async=True)
-                    if WANT_A:
-                        b_da = warpgroup_mma(ds, b, b_da, is_async=True)
-                if N_TDP > 0 and DP_FIRST:
-                    if USE_TE:
-                        mbarrier.wait(full.index(te_slot), te_phase)
-                        b_tdp = warpgroup_mma(c, te.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    if USE_TC:
-                        tc = matrix(tc_s, z, GROUP_ROWS, D)
-                        if USE_TE:
-                            b_tdp = warpgroup_mma(tc, e.permute((1, 0)), b_tdp, is_async=True)
-                        else:
-                            b_tdp = warpgroup_mma(tc, e.permute((1, 0)), zero, use_acc=False, is_async=True)
-                if USE_W:
-                    if not ROW:
-                        mu = column(stats, 4 * stage + 1, x_l)
-                    b_ts = warpgroup_mma_wait(N_P + N_DS + (N_TDP if DP_FIRST else 0), deps=[b_ts])
-                    b_w = b_ts * scale - mu
-                    if WANT_TA:
-                        b_dsw = b_ds * b_w
-                if N_TDP > 0 and not DP_FIRST:
-                    if USE_TE:
-                        mbarrier.wait(full.index(te_slot), te_phase)
-                        b_tdp = warpgroup_mma(c, te.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    if USE_TC:
-                        tc = matrix(tc_s, z, GROUP_ROWS, D)
-                        if USE_TE:
-                            b_tdp = warpgroup_mma(tc, e.permute((1, 0)), b_tdp, is_async=True)
-                        else:
-                            b_tdp = warpgroup_mma(tc, e.permute((1, 0)), zero, use_acc=False, is_async=True)
-                if N_PW > 0:
-                    pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
-                    b_tdc = warpgroup_mma(pw, e, b_tdc, is_async=True)
-                if WANT_TA:
-                    if not ROW:
-                        t_delta = column(stats, 4 * stage + 3, x_l)
-                    if N_TDP > 0:
-                        b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
-                        b_tds = b_p * (b_tdp - t_delta)
-                    else:
-                        b_tds = -b_p * t_delta
+                    if not ROW and not THROUGH_SHARED:
+                        lse2 = column(LSE2 + x_g, j * T, LB, float("inf"), T, RAGGED, x_l)
+                    mbarrier.wait(full.index(b_slot), b_phase)
+                    if TURNS:
+                        mbarrier.wait(turn.index(i_w), tick & 1)
+                    b_s = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, T]
+                    mbarrier.wait(full.index(e_slot), e_phase)
+                    if USE_C:
+                        c = matrix(c_s, z, GROUP_ROWS, D)
+                        b_dp = warpgroup_mma(c, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if TURNS:
+                        mbarrier.arrive(turn.index(1 - i_w), count=1)
+                    if THROUGH_SHARED:
+                        mbarrier.wait(s_full.index(stage), s_phase)
+                        lse2 = staged_column(stats, 4 * stage, x_l)
+                    b_s = warpgroup_mma_wait(1 if USE_C else 0, deps=[b_s])
+                    if MASKED:
+                        b_s = hide(b_s, a_start, j * T, LB, T, ROW, CAUSAL, s_l)
+                    b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
+                    if N_P > 0:
+                        p = gl.convert_layout(b_p.to(dtype), p_l)
+                    if USE_TB:
+                        mbarrier.wait(full.index(tb_slot), tb_phase)
+                        tb = matrix(ring, tb_slot, T, D)
                     if USE_W:
-                        b_tds += b_dsw
-                    tds = gl.convert_layout(b_tds.to(dtype), p_l)
-                    b_tda = warpgroup_mma(tds, b, b_tda, is_async=True)
+                        if USE_TB:
+                            b_ts = warpgroup_mma(a, tb.permute((1, 0)), zero, use_acc=False, is_async=True)
+                        if USE_TA:
+                            ta = matrix(ta_s, z, GROUP_ROWS, D)
+                            if USE_TB:
+                                b_ts = warpgroup_mma(ta, b.permute((1, 0)), b_ts, is_async=True)
+                            else:
+                                b_ts = warpgroup_mma(ta, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if WANT_C:
+                        b_dc = warpgroup_mma(p, e, b_dc, is_async=True)
+                    if USE_TE:
+                        te = matrix(ring, te_slot, T, D)
+                        if WANT_TC:
+                            mbarrier.wait(full.index(te_slot), te_phase)
+                            b_tdc = warpgroup_mma(p, te, b_tdc, is_async=True)
 
-                # registers of an operand must outlive its product
-                if WANT_TA:
-                    b_tda, tds = warpgroup_mma_wait(0, deps=[b_tda, tds])
-                if WANT_A:
-                    b_da, ds = warpgroup_mma_wait(0, deps=[b_da, ds])
-                elif N_DS > 0:
-                    b_tda, ds = warpgroup_mma_wait(0, deps=[b_tda, ds])
-                if WANT_C:
-                    b_dc, p = warpgroup_mma_wait(0, deps=[b_dc, p])
-                elif N_P > 0:
-                    b_tdc, p = warpgroup_mma_wait(0, deps=[b_tdc, p])
-                if N_PW > 0:
-                    b_tdc, pw = warpgroup_mma_wait(0, deps=[b_tdc, pw])
-                elif WANT_TC:
-                    b_tdc = warpgroup_mma_wait(0, deps=[b_tdc])
-                if not ROW:
-                    mbarrier.arrive(s_empty.index(stage), count=1)
-                    stage, s_phase = advance(stage, s_phase, 2)
-                mbarrier.arrive(empty.index(b_slot), count=1)
-                mbarrier.arrive(empty.index(e_slot), count=1)
-                if USE_TB:
-                    mbarrier.arrive(empty.index(tb_slot), count=1)
-                if USE_TE:
-                    mbarrier.arrive(empty.index(te_slot), count=1)
-                b_slot, b_phase = advance(te_slot, te_phase, SLOTS)
-                tick += 1
+                    if USE_C:
+                        if not ROW and not THROUGH_SHARED:
+                            delta = column(DELTA + x_g, j * T, LB, 0.0, T, RAGGED, x_l)
+                        if THROUGH_SHARED:
+                            delta = staged_column(stats, 4 * stage + 2, x_l)
+                        b_dp = warpgroup_mma_wait(N_TS + N_P, deps=[b_dp])
+                        b_ds = b_p * (b_dp - delta)
+                        if N_DS > 0:
+                            ds = gl.convert_layout(b_ds.to(dtype), p_l)
+                        if WANT_TA and USE_TB:
+                            b_tda = warpgroup_mma(ds, tb, b_tda, is_async=True)
+                        if WANT_A:
+                            b_da = warpgroup_mma(ds, b, b_da, is_async=True)
+                    if N_TDP > 0 and DP_FIRST:
+                        if USE_TE:
+                            mbarrier.wait(full.index(te_slot), te_phase)
+                            b_tdp = warpgroup_mma(c, te.permute((1, 0)), zero, use_acc=False, is_async=True)
+                        if USE_TC:
+                            tc = matrix(tc_s, z, GROUP_ROWS, D)
+                            if USE_TE:
+                                b_tdp = warpgroup_mma(tc, e.permute((1, 0)), b_tdp, is_async=True)
+                            else:
+                                b_tdp = warpgroup_mma(tc, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if USE_W:
+                        if THROUGH_SHARED:
+                            mu = staged_column(stats, 4 * stage + 1, x_l)
+                        b_ts = warpgroup_mma_wait(N_P + N_DS + (N_TDP if DP_FIRST else 0), deps=[b_ts])
+                        b_w = b_ts * scale - mu
+                        if WANT_TA:
+                            b_dsw = b_ds * b_w
+                    if N_TDP > 0 and not DP_FIRST:
+                        if USE_TE:
+                            mbarrier.wait(full.index(te_slot), te_phase)
+                            b_tdp = warpgroup_mma(c, te.permute((1, 0)), zero, use_acc=False, is_async=True)
+                        if USE_TC:
+                            tc = matrix(tc_s, z, GROUP_ROWS, D)
+                            if USE_TE:
+                                b_tdp = warpgroup_mma(tc, e.permute((1, 0)), b_tdp, is_async=True)
+                            else:
+                                b_tdp = warpgroup_mma(tc, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if N_PW > 0:
+                        pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
+                        b_tdc = warpgroup_mma(pw, e, b_tdc, is_async=True)
+                    if WANT_TA:
+                        if THROUGH_SHARED:
+                            t_delta = staged_column(stats, 4 * stage + 3, x_l)
+                        if N_TDP > 0:
+                            b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
+                            b_tds = b_p * (b_tdp - t_delta)
+                        else:
+                            b_tds = -b_p * t_delta
+                        if USE_W:
+                            b_tds += b_dsw
+                        tds = gl.convert_layout(b_tds.to(dtype), p_l)
+                        b_tda = warpgroup_mma(tds, b, b_tda, is_async=True)
+
+                    # registers of an operand must outlive its product
+                    if WANT_TA:
+                        b_tda, tds = warpgroup_mma_wait(0, deps=[b_tda, tds])
+                    if WANT_A:
+                        b_da, ds = warpgroup_mma_wait(0, deps=[b_da, ds])
+                    elif N_DS > 0:
+                        b_tda, ds = warpgroup_mma_wait(0, deps=[b_tda, ds])
+                    if WANT_C:
+                        b_dc, p = warpgroup_mma_wait(0, deps=[b_dc, p])
+                    elif N_P > 0:
+                        b_tdc, p = warpgroup_mma_wait(0, deps=[b_tdc, p])
+                    if N_PW > 0:
+                        b_tdc, pw = warpgroup_mma_wait(0, deps=[b_tdc, pw])
+                    elif WANT_TC:
+                        b_tdc = warpgroup_mma_wait(0, deps=[b_tdc])
+                    if THROUGH_SHARED:
+                        mbarrier.arrive(s_empty.index(stage), count=1)
+                        stage, s_phase = advance(stage, s_phase, 2)
+                    mbarrier.arrive(empty.index(b_slot), count=1)
+                    mbarrier.arrive(empty.index(e_slot), count=1)
+                    if USE_TB:
+                        mbarrier.arrive(empty.index(tb_slot), count=1)
+                    if USE_TE:
+                        mbarrier.arrive(empty.index(te_slot), count=1)
+                    b_slot, b_phase = advance(te_slot, te_phase, SLOTS)
+                    tick += 1
 
     if WANT_A:
         store_rows(DA, i_b, i_a, HA, a_start, LA, b_da * scale, D, o_l)
@@ -316,6 +333,7 @@ def backward(
     USE_TC: gl.constexpr = HAS_TC and WANT_TA
     USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
     MASKS: gl.constexpr = CAUSAL or (ROW and RAGGED)
+    THROUGH_SHARED: gl.constexpr = not ROW and (WANT_TA or WANT_TC)  # else the few that are needed come straight from memory
     LA = LQ if ROW else LK
     LB = LK if ROW else LQ
     HA = HQ if ROW else HQ // GROUP
@@ -367,15 +385,15 @@ def backward(
     fence_async_shared()
     gl.warp_specialize([
         (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, a_row, plain_count, masked_start, masked_count,
-                   D, T, SLOTS, ROW, DP_FIRST, TURNS, CAUSAL, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row, plain_start, plain_count, masked_start,
+                   masked_count, D, T, SLOTS, ROW, THROUGH_SHARED, DP_FIRST, TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                    WANT_A, WANT_C, WANT_TA, WANT_TC)),
         (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, a_row, plain_count, masked_start, masked_count,
-                   D, T, SLOTS, ROW, DP_FIRST, TURNS, CAUSAL, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row, plain_start, plain_count, masked_start,
+                   masked_count, D, T, SLOTS, ROW, THROUGH_SHARED, DP_FIRST, TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                    WANT_A, WANT_C, WANT_TA, WANT_TC)),
         (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
                    a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, i_b, i_a, i_stream,
                    a_row, plain_start, plain_count, masked_start, masked_count,
-                   T, SLOTS, ROW, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
+                   T, SLOTS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
     ], [4, 1], [240, 24])  # fmt: skip

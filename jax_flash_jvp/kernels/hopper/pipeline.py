@@ -9,6 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+# renamed between Triton 3.6 and 3.9
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup; a program has two
@@ -52,7 +55,7 @@ def matrix(buffer, i, ROWS: gl.constexpr, D: gl.constexpr):
 def load_tile(desc, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS: gl.constexpr):
     mbarrier.wait(empty.index(slot), phase)
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [i_b, i_h, row, 0], full.index(slot), ring.index(slot))
+    async_load(desc, [i_b, i_h, row, 0], full.index(slot), ring.index(slot))
     return advance(slot, phase, SLOTS)
 
 
@@ -60,7 +63,7 @@ def load_tile(desc, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS: gl.con
 def load_resident(desc, i_b, i_h, row, bar, buffer):
     """The rows of both consumer warpgroups."""
     for w in gl.static_range(2):
-        tma.async_copy_global_to_shared(desc, [i_b, i_h, row + GROUP_ROWS * w, 0], bar, buffer.index(w))
+        async_load(desc, [i_b, i_h, row + GROUP_ROWS * w, 0], bar, buffer.index(w))
 
 
 @gluon.jit

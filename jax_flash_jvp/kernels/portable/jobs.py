@@ -117,7 +117,8 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
     for wanted in _key_passes(call, (*want[1:3], *want_tangent[1:3])):
         t = call.tile(("value_side" if dual and not (wanted[0] or wanted[2]) else "key_side") + suffix)
         got = call.run(
-            backward_kernels.key_side, t, call.key_programs(t), inputs, [call.key_gradient if w else None for w in wanted],
+            backward_kernels.key_side, t, call.key_programs(t), inputs,
+            [call.key_gradient if w else None for w in wanted],
             RAGGED=bool(call.query_length % t.block_m), HAS_TANGENT=dual,
             **dict(zip(("WANT_K", "WANT_V", "WANT_TK", "WANT_TV"), wanted, strict=True)), **has,
         )  # fmt: skip
@@ -134,7 +135,7 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
 
 
 def _key_passes(call: _Call, wanted: tuple[bool, ...]) -> list[tuple[bool, ...]]:
-    """What of `wanted` = (dK, dV, their tangents) each launch computes: where they do not all fit into the registers, first
+    """What of `wanted` = (dK, dV, their tangents) each launch computes: where the registers do not hold them all, first
     those of the keys, then those of the values, which need fewer products."""
     if sum(wanted) <= accumulators(call.head_dim):
         return [wanted] if any(wanted) else []

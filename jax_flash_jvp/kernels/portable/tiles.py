@@ -1,7 +1,9 @@
 """Block sizes, by job, head dim, kind of product and GPU.
 
-Chosen by measurement on an H200 for 16-bit inputs on sm_90; elsewhere the largest that fit and do not spill, by ahead-of-time
-compilation.  `jax_flash_jvp.kernels.portable.tiles.override` replaces entries while tuning.
+For 16-bit inputs on sm_90, head dims 64 and 128, measured on an H200, but for the duals of keys and queries.  The others
+were compiled ahead of time and are the largest that fit and hardly spill; tests/test_ahead_of_time.py compiles them all
+again.  What helped: two stages at least, since with one whole tiles are loaded through registers, and for the duals on
+`mma.sync`, which holds all operands that the loop does not change in registers, 16 rows of them on eight warps.
 """
 
 from typing import NamedTuple
@@ -14,6 +16,84 @@ class Tile(NamedTuple):
     block_n: int  # keys
     num_warps: int
     num_stages: int
+    spill: int = 0  # admitted, in bytes stored by a thread, with Triton 3.9 and the masked loop
+
+
+HEAD_DIMS = (64, 128, 256)  # the columns: head dims up to each
+# value_side_dual is key_side for (dV, its tangent) alone; where `accumulators` allows no more than two,
+# key_side_dual is for (dK, its tangent) alone.
+JOBS = (
+    "forward",
+    "forward_dual",
+    "tangent",
+    "key_side",
+    "query_side",
+    "key_side_dual",
+    "value_side_dual",
+    "query_side_dual",
+)
+
+_HALF_SM80 = dict(
+    forward=((128, 64, 8, 3), (128, 128, 8, 3, 16), (128, 32, 8, 2, 320)),
+    forward_dual=((128, 64, 8, 2, 200), (64, 32, 8, 2), (32, 32, 8, 2)),
+    tangent=((128, 64, 8, 3), (64, 32, 8, 2, 160), (32, 32, 8, 2, 160)),
+    key_side=((64, 64, 4, 3, 80), (64, 64, 8, 2, 40), (32, 32, 8, 2)),
+    query_side=((128, 64, 8, 3), (128, 64, 8, 3, 80), (64, 32, 8, 2)),
+    key_side_dual=((32, 32, 4, 2, 100), (16, 32, 8, 2), (32, 16, 8, 2, 260)),
+    value_side_dual=((64, 64, 4, 2, 240), (32, 32, 4, 2, 100), (32, 32, 8, 2, 340)),
+    query_side_dual=((64, 32, 4, 2, 120), (16, 64, 8, 2), (16, 32, 8, 2, 430)),
+)
+_HALF_SM86 = dict(  # 99 KiB of shared memory
+    _HALF_SM80,
+    forward=((128, 64, 8, 3), (128, 64, 8, 2, 60), (64, 32, 4, 2, 100)),
+    query_side=((128, 64, 8, 3), (64, 64, 4, 2, 10), (32, 32, 8, 2)),
+)
+_HALF_SM90 = dict(
+    forward=((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2, 10)),
+    forward_dual=((128, 128, 8, 3, 160), (128, 64, 8, 2, 260), (32, 32, 8, 2)),
+    tangent=((128, 128, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2, 180)),
+    key_side=((64, 64, 4, 3, 90), (64, 64, 4, 2, 870), (32, 64, 8, 2, 380)),
+    query_side=((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+    key_side_dual=((32, 64, 4, 3, 140), (32, 128, 8, 3, 100), (16, 16, 8, 2, 60)),
+    value_side_dual=((64, 64, 4, 3, 70), (64, 128, 8, 2, 430), (32, 32, 8, 2, 290)),
+    query_side_dual=((64, 64, 4, 2, 290), (128, 32, 8, 3, 200), (16, 32, 8, 2, 400)),
+)
+_HALF_SM100 = dict(  # sums in tensor memory: 512 columns
+    forward=((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    forward_dual=((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2, 700)),
+    tangent=((128, 128, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2, 80)),
+    key_side=((64, 128, 8, 2), (64, 64, 4, 2, 310), (32, 64, 8, 2, 940)),
+    query_side=((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+    key_side_dual=((64, 64, 8, 2, 360), (64, 64, 8, 2, 1050), (16, 16, 8, 2, 60)),
+    value_side_dual=((64, 64, 8, 2), (64, 64, 8, 2, 390), (32, 32, 8, 2, 300)),
+    query_side_dual=((64, 64, 4, 2), (128, 32, 8, 2), (64, 16, 8, 2)),
+)
+_TF32 = dict(  # up to head dim 128 within 99 KiB
+    forward=((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)),
+    forward_dual=((64, 32, 4, 2), (32, 16, 4, 2), (16, 16, 4, 2)),
+    tangent=((64, 32, 4, 2), (32, 16, 8, 2), (16, 16, 8, 2, 240)),
+    key_side=((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 8, 2)),
+    query_side=((64, 32, 4, 2), (32, 32, 8, 2), (32, 16, 8, 2)),
+    key_side_dual=((32, 32, 8, 2, 140), (16, 16, 8, 2, 10)),
+    value_side_dual=((32, 32, 4, 2, 20), (32, 16, 8, 2)),
+    query_side_dual=((16, 32, 4, 2), (16, 16, 8, 2, 360)),
+)
+_IEEE = dict(  # no tensor cores: a product is unrolled over the head dim, which must fit the registers
+    forward=((32, 32, 4, 1), (16, 16, 8, 2), (16, 16, 8, 2)),
+    forward_dual=((32, 16, 4, 2),),
+    tangent=((32, 16, 8, 2),),
+    key_side=((16, 32, 4, 2), (16, 16, 8, 2), (16, 16, 8, 2, 60)),
+    query_side=((32, 16, 4, 2), (16, 16, 8, 2), (16, 16, 8, 2)),
+    key_side_dual=((16, 16, 8, 2, 500),),
+    value_side_dual=((16, 16, 8, 2),),
+    query_side_dual=((16, 16, 8, 2, 610),),
+)
+_TABLES = {
+    "half": {80: _HALF_SM80, 86: _HALF_SM86, 90: _HALF_SM90, 100: _HALF_SM100},
+    "tf32": {80: _TF32, 86: {job: row[:2] for job, row in _TF32.items()}, 90: _TF32, 100: _TF32},
+    "ieee": dict.fromkeys((80, 86, 90, 100), _IEEE),
+}
+_LIKE = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100}  # other GPUs have little shared memory, like sm_86
 
 
 def padded(head_dim: int) -> int:
@@ -26,9 +106,22 @@ def accumulators(head_dim: int) -> int:
     return 4 if padded(head_dim) <= 64 else 2
 
 
-def tile(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile:
-    """job: forward, forward_dual, tangent, key_side, query_side, key_side_dual, query_side_dual."""
+def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile | None:
+    """None where no tile is worth launching: the registers would spill at every step, and Triton 3.9 may even crash."""
     if target == "interpret":
         return Tile(16, 16, 4, 1)
     kind = "half" if dtype in ("float16", "bfloat16") else precision
-    return Tile(64, 32, 4, 2) if kind == "half" else Tile(32, 16, 4, 2)
+    row = _TABLES[kind][_LIKE.get(target, 86)][job]
+    column = next(i for i, most in enumerate(HEAD_DIMS) if head_dim <= most)
+    return Tile(*row[column]) if column < len(row) else None
+
+
+def tile(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile:
+    """The tile of one of JOBS on a GPU of compute capability `target`, 90 for sm_90, or of "interpret"."""
+    found = find(job, head_dim, dtype, precision, target)
+    if found is None:
+        raise NotImplementedError(
+            f"no tile of {job} for {dtype} ({precision}) and {head_dim} channels fits sm_{target}: "
+            "use the tiled reference, fewer channels a head or bfloat16"
+        )
+    return found
