@@ -4,6 +4,7 @@ A job is a function of arrays, x first, and of the static `problem`, `want` and 
 computes it is settled when JAX lowers it, so that one traced program runs on any platform.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -138,8 +139,9 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, **stat
     if reason is not None:
         logger.debug("attention %s: the kernels do not serve %s; the tiled reference computes it", name, reason)
         return by_reference(x, *args, problem=problem, **static)
-    launcher = Interpreter() if wanted == "interpret" else JaxTriton()
-    return _by_kernels(name, launcher, x, *args, problem=problem, **static)
+    if wanted == "interpret":  # its products are exact
+        return _by_kernels(name, Interpreter(), x, *args, problem=dataclasses.replace(problem, precision="ieee"), **static)
+    return _by_kernels(name, JaxTriton(), x, *args, problem=problem, **static)
 
 
 # ------------------------------------------------------------------------------------------------ the launchers
@@ -153,6 +155,9 @@ class _Contiguous:
         for n in array.shape[:0:-1]:
             strides.append(strides[-1] * n)
         return tuple(reversed(strides))
+
+    def round_to_tf32(self, array: Any) -> Any:
+        return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=10)
 
 
 def _shapes(outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:

@@ -16,16 +16,17 @@ as in FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao
 in Lu & Song 2024, arXiv:2410.11081, appendix.  Products accumulate in float32, or float64 for float64 arrays; P, dS and
 the like are rounded to the arrays' dtype before a product, as in the kernels.
 
-Any number c of a row may be subtracted from its Ṡ: ȯ = (P∘(Ṡ - c)) V + P V̇ - (μ - c) o.  With c near μ little is lost by
-rounding P∘(Ṡ - c) to bfloat16; without, a tangent that moves all scores of a row alike would drown the rest.  In
-`forward_dual`, c is the Ṡ of the largest score, by differentiating the running maximum; in `tangent`, that of a mean key.
+Any number c of a row may be subtracted from its Ṡ: ȯ = (P∘(Ṡ - c)) V + P V̇ - (μ - c) o.  With c near μ little is
+lost by rounding P∘(Ṡ - c) to bfloat16; without, a tangent that moves all scores of a row alike would drown the rest.
+In `forward_dual`, c is the Ṡ of the largest score, by differentiating the running maximum; in `tangent`, that of a
+mean key.
 
 JAX can differentiate every function here, to any order.  In `forward` the running maximum is a constant to
 differentiation (no result depends on it), so that the loops are linear in their sums and need not save them, and the
-scores of a tile are recomputed where they are needed: memory is linear in the sequence lengths for any number of forward
-modes and one reverse mode.  JAX undoes the recomputation for the reverse modes that are nested inside: a second one
-through `forward` saves a maximum for each query and block of keys, a second one through `backward_dual` sums as large as
-the keys for each block of queries.
+scores of a tile are recomputed where they are needed: memory is linear in the sequence lengths for any number of
+forward modes and one reverse mode.  JAX undoes the recomputation for the reverse modes that are nested inside: a
+second one through `forward` saves a maximum for each query and block of keys, a second one through `backward_dual`
+sums as large as the keys for each block of queries.
 """
 
 import operator
@@ -52,28 +53,28 @@ class Axis(NamedTuple):
     """A sequence axis in blocks of equal length, the last one padded; never without a block."""
 
     length: int
-    count: int
+    blocks: int
     block: int
 
     @classmethod
     def cut(cls, length: int) -> "Axis":
-        count = max(1, -(-length // BLOCK))
-        return cls(length, count, max(1, -(-length // count)))
+        blocks = max(1, -(-length // BLOCK))
+        return cls(length, blocks, max(1, -(-length // blocks)))
 
     def positions(self, i: Any) -> Any:
         return i * self.block + np.arange(self.block)
 
     def split(self, a: Array, axis: int) -> Array:
-        """[..., length, ...] -> [count, ..., block, ...], `axis` counted from the end"""
+        """[..., length, ...] -> [blocks, ..., block, ...], `axis` counted from the end"""
         axis += a.ndim
-        a = jnp.pad(a, [(0, (self.count * self.block - self.length) * (i == axis)) for i in range(a.ndim)])
-        return jnp.moveaxis(a.reshape(*a.shape[:axis], self.count, self.block, *a.shape[axis + 1 :]), axis, 0)
+        a = jnp.pad(a, [(0, (self.blocks * self.block - self.length) * (i == axis)) for i in range(a.ndim)])
+        return jnp.moveaxis(a.reshape(*a.shape[:axis], self.blocks, self.block, *a.shape[axis + 1 :]), axis, 0)
 
     def join(self, a: Array, axis: int) -> Array:
-        """[count, ..., block, ...] -> [..., length, ...], `axis` counted from the end"""
+        """[blocks, ..., block, ...] -> [..., length, ...], `axis` counted from the end"""
         a = jnp.moveaxis(a, 0, axis - 1)
         axis += a.ndim - 1
-        a = a.reshape(*a.shape[:axis], self.count * self.block, *a.shape[axis + 2 :])
+        a = a.reshape(*a.shape[:axis], self.blocks * self.block, *a.shape[axis + 2 :])
         return lax.slice_in_dim(a, 0, self.length, axis=axis)
 
 
@@ -172,7 +173,7 @@ class Tiles:
         visible += [column >= row - left] if left is not None else []
         visible += [column <= row + right] if right is not None else []
         for position, axis, name in ((row, self.rows, "query_lengths"), (column, self.columns, "key_lengths")):
-            visible += [position < axis.length] if axis.length < axis.count * axis.block else []
+            visible += [position < axis.length] if axis.length < axis.blocks * axis.block else []
             visible += [position < d[name]] if name in d else []
         return jnp.where(reduce(operator.and_, visible), s, -np.inf) if visible else s
 
@@ -190,7 +191,9 @@ class Tiles:
 
     def sweep(self, tile: Callable[[Arrays, Array, Arrays], Arrays]) -> Arrays:
         """The blocks of all sums after `tile(arrays, S, sums) -> sums` has seen every tile."""
-        whole_columns = {n: jnp.broadcast_to(a, (self.columns.count, *a.shape)) for n, a in self.sums["column"].items()}
+        whole_columns = {
+            n: jnp.broadcast_to(a, (self.columns.blocks, *a.shape)) for n, a in self.sums["column"].items()
+        }
 
         def one_row(column_sums: Arrays, inputs: Any) -> Any:
             i, row, pairs = inputs
@@ -206,12 +209,12 @@ class Tiles:
                     sums = lax.cond(skip, lambda sums: sums, lambda sums: tile(d, self.scores(i, j, d), sums), sums)
                 return pick(sums, row_sums), (pick(sums, column_sums), pick(sums, self.sums["pair"]))
 
-            blocks = (np.arange(self.columns.count), self.arrays["column"], pairs, column_sums)
-            row_sums, (column_sums, pair_sums) = loop(one_tile, self.sums["row"], blocks, self.columns.count)
+            blocks = (np.arange(self.columns.blocks), self.arrays["column"], pairs, column_sums)
+            row_sums, (column_sums, pair_sums) = loop(one_tile, self.sums["row"], blocks, self.columns.blocks)
             return column_sums, (row_sums, pair_sums)
 
-        blocks = (np.arange(self.rows.count), self.arrays["row"], self.arrays["pair"])
-        column_sums, (row_sums, pair_sums) = loop(one_row, whole_columns, blocks, self.rows.count)
+        blocks = (np.arange(self.rows.blocks), self.arrays["row"], self.arrays["pair"])
+        column_sums, (row_sums, pair_sums) = loop(one_row, whole_columns, blocks, self.rows.blocks)
         return {**row_sums, **column_sums, **pair_sums}
 
 
@@ -231,8 +234,8 @@ def loop(body: Callable, carry: Any, blocks: Any, count: int) -> Any:
 
 
 def add(*terms: Any) -> Any:
-    terms = [t for t in terms if t is not None]
-    return reduce(operator.add, terms) if terms else None
+    present = [t for t in terms if t is not None]
+    return reduce(operator.add, present) if present else None
 
 
 def multiply(a: Any, b: Any) -> Any:
@@ -243,7 +246,7 @@ def cast(a: Array | None, dtype: Any) -> Array | None:
     return None if a is None else a.astype(dtype)
 
 
-def product(subscripts: str, a: Array | None, b: Array | None) -> Array | None:
+def product(subscripts: str, a: Array | None, b: Array | None) -> Any:
     """`a`, rounded to the dtype of `b`, times `b`, accumulated in at least float32."""
     if a is None or b is None:
         return None

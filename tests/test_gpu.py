@@ -1,5 +1,7 @@
 """The kernels on a GPU, launched by jax-triton, at real sizes: `pytest -m gpu`."""
 
+import importlib.metadata
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,12 @@ SHAPES = [
     (1, 257, 200, 2, 2, 192, False),
     (1, 200, 257, 2, 2, 256, True),
 ]
+HOPPER_SHAPES = [
+    (2, 1, 65, 2, 2, 64, False),
+    (1, 100, 1, 2, 1, 128, True),
+    (2, 1000, 1000, 4, 2, 64, True),
+    (1, 383, 385, 2, 2, 128, True),
+]
 
 
 def name(shape):
@@ -35,8 +43,17 @@ def name(shape):
     return f"B{b}-T{t}-S{s}-N{n}-K{k}-D{d}{'-causal' if causal else ''}"
 
 
-def triton(*args, **kwargs):
-    return dot_product_attention(*args, **{**kwargs, "implementation": "triton"})
+def by(implementation):
+    return lambda *args, **kwargs: dot_product_attention(*args, **{**kwargs, "implementation": implementation})
+
+
+triton = by("triton")
+hopper = pytest.mark.skipif(
+    int(importlib.metadata.version("jax-triton").split(".")[1]) < 4
+    or all(d.platform != "gpu" or d.compute_capability != "9.0" for d in jax.devices()),
+    reason="the Hopper kernels need jax-triton 0.4 and a Hopper GPU",
+)
+FAMILIES = ["portable", pytest.param("hopper", marks=hopper)]
 
 
 def operands(shape, seed=0):
@@ -64,12 +81,23 @@ def jobs(causal):
     }
 
 
+def check(family, shape, dtype):
+    attention, arrays = by(family), operands(shape)
+    for job in jobs(shape[-1]).values():
+        oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), attention, arrays, dtype)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
-def test_agrees_with_float64(shape, dtype):
-    arrays = operands(shape)
-    for job in jobs(shape[-1]).values():
-        oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), triton, arrays, dtype)
+def test_portable_kernels_agree_with_float64(shape, dtype):
+    check("portable", shape, dtype)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[5] in (64, 128)] + HOPPER_SHAPES, ids=name)
+def test_hopper_kernels_agree_with_float64(shape, dtype):
+    check("hopper", shape, dtype)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8]], ids=name)
@@ -79,8 +107,9 @@ def test_float32_is_ieee_when_asked(shape):
             oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), triton, operands(shape), "float32")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("wrt", ["q", "k", "v", "qk", "qv", "kv"])
-def test_tangents_may_be_absent(wrt):
+def test_tangents_may_be_absent(wrt, family):
     x, tx, g = operands(SHAPES[2])
 
     def job(attention, x, tx, g):
@@ -97,7 +126,7 @@ def test_tangents_may_be_absent(wrt):
         second = jax.vjp(lambda *p: jax.jvp(f, p, t), *[x[i] for i in moving])[1](g)
         return first, second
 
-    oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), triton, (x, tx, g), "bfloat16")
+    oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), by(family), (x, tx, g), "bfloat16")
 
 
 def launches(function, *args):
@@ -142,13 +171,14 @@ def test_same_bits_every_time():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_long_sequences(head_dim, causal):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_sequences(head_dim, causal, family):
     """L = 8192: each head attends on its own, so that two of them tell."""
     shape = (1, 8192, 8192, 8, 8, head_dim, causal)
     x, tx, g = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands(shape))
     some = lambda tree: jax.tree.map(lambda a: a[:, :, np.array([0, 7])], tree)
     for job in jobs(causal).values():
-        got = some(oracle.evaluate(jax.jit(job, static_argnums=0), triton, (x, tx, g), "bfloat16"))
+        got = some(oracle.evaluate(jax.jit(job, static_argnums=0), by(family), (x, tx, g), "bfloat16"))
         few = some((x, tx, g))
         naive, exact = (oracle.evaluate(jax.jit(job, static_argnums=0), oracle.attention, few, d) for d in ("bfloat16", "float64"))
         oracle.assert_close(got, exact, naive)

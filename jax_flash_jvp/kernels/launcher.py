@@ -34,6 +34,10 @@ class Launcher(Protocol):
         """Strides of `array` in elements."""
         ...
 
+    def round_to_tf32(self, array: Any) -> Any:
+        """A float32 array rounded to the nearest values of 10 mantissa bits."""
+        ...
+
     def launch(
         self,
         kernel: Any,

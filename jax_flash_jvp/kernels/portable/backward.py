@@ -24,6 +24,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     load_rows,
     load_statistic,
     log2_sum_exp,
+    operand,
     query_block,
     query_bounds,
     scores,
@@ -138,20 +139,20 @@ def key_side(
                     if HAS_DO:
                         b_do = load_rows(DO + o_offset, row, s_o, o_m, o_d, LQ, D, RAGGED)
                         if WANT_V:
-                            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+                            b_dv = tl.dot(operand(b_p, b_do.dtype, PRECISION), b_do, b_dv, input_precision=PRECISION)
                         if HAS_TS and WANT_TV:
-                            b_tdv = tl.dot((b_p * b_w).to(b_do.dtype), b_do, b_tdv, input_precision=PRECISION)
+                            b_tdv = tl.dot(operand(b_p * b_w, b_do.dtype, PRECISION), b_do, b_tdv, input_precision=PRECISION)
                     if HAS_TDO:
                         b_tdo = load_rows(TDO + o_offset, row, s_o, o_m, o_d, LQ, D, RAGGED)
                         if WANT_TV:
-                            b_tdv = tl.dot(b_p.to(b_tdo.dtype), b_tdo, b_tdv, input_precision=PRECISION)
+                            b_tdv = tl.dot(operand(b_p, b_tdo.dtype, PRECISION), b_tdo, b_tdv, input_precision=PRECISION)
                     if WANT_K or WANT_TK:
                         b_ds = -load_statistic(DELTA, x, m_x, 0.0, RAGGED)[None, :]
                         if HAS_DO:
                             b_ds += scores(b_v, b_do, PRECISION)
                         b_ds = b_p * b_ds
                         if WANT_K:
-                            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+                            b_dk = tl.dot(operand(b_ds, b_q.dtype, PRECISION), b_q, b_dk, input_precision=PRECISION)
                         if WANT_TK:
                             b_tds = -load_statistic(T_DELTA, x, m_x, 0.0, RAGGED)[None, :]
                             if HAS_TDO:
@@ -161,9 +162,9 @@ def key_side(
                             b_tds = b_p * b_tds
                             if HAS_TS:
                                 b_tds += b_ds * b_w
-                            b_tdk = tl.dot(b_tds.to(b_q.dtype), b_q, b_tdk, input_precision=PRECISION)
+                            b_tdk = tl.dot(operand(b_tds, b_q.dtype, PRECISION), b_q, b_tdk, input_precision=PRECISION)
                             if HAS_TQ:
-                                b_tdk = tl.dot(b_ds.to(b_q.dtype), b_tq, b_tdk, input_precision=PRECISION)
+                                b_tdk = tl.dot(operand(b_ds, b_q.dtype, PRECISION), b_tq, b_tdk, input_precision=PRECISION)
 
     s_g = HK * D
     g_offset = (i_b * LK * HK + i_h) * D
@@ -234,7 +235,7 @@ def query_side(
                     b_ds += scores(b_do, b_v, PRECISION)
                 b_ds = b_p * b_ds
                 if WANT_Q:
-                    b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+                    b_dq = tl.dot(operand(b_ds, b_k.dtype, PRECISION), b_k, b_dq, input_precision=PRECISION)
                 if WANT_TQ:
                     b_tk = b_k
                     if HAS_TK:
@@ -249,9 +250,9 @@ def query_side(
                     if HAS_TS:
                         b_w = tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION) * scale - mu[:, None]
                         b_tds += b_ds * b_w
-                    b_tdq = tl.dot(b_tds.to(b_k.dtype), b_k, b_tdq, input_precision=PRECISION)
+                    b_tdq = tl.dot(operand(b_tds, b_k.dtype, PRECISION), b_k, b_tdq, input_precision=PRECISION)
                     if HAS_TK:
-                        b_tdq = tl.dot(b_ds.to(b_k.dtype), b_tk, b_tdq, input_precision=PRECISION)
+                        b_tdq = tl.dot(operand(b_ds, b_k.dtype, PRECISION), b_tk, b_tdq, input_precision=PRECISION)
 
     if WANT_Q:
         store_rows(DQ + (i_b * LQ * HQ + i_h) * D, i_m * BM, s_o, o_r, o_d, LQ, D, b_dq * scale)

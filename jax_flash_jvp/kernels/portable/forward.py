@@ -15,6 +15,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     LOG2E,
     key_bounds,
     log2_sum_exp,
+    operand,
     load_rows,
     query_block,
     scores,
@@ -83,17 +84,17 @@ def forward(
                 b_m = m_new
                 b_l = b_l * alpha + tl.sum(b_p, 1)
                 b_v = load_rows(V + v_offset, row, s_v, o_n, o_d, LK, D, MASKED)
-                b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * alpha[:, None], input_precision=PRECISION)
+                b_o = tl.dot(operand(b_p, b_v.dtype, PRECISION), b_v, b_o * alpha[:, None], input_precision=PRECISION)
 
                 if HAS_TANGENT:
                     b_to = b_to * alpha[:, None]
                 if HAS_TV:
                     b_tv = load_rows(TV + v_offset, row, s_v, o_n, o_d, LK, D, MASKED)
-                    b_to = tl.dot(b_p.to(b_v.dtype), b_tv, b_to, input_precision=PRECISION)
+                    b_to = tl.dot(operand(b_p, b_v.dtype, PRECISION), b_tv, b_to, input_precision=PRECISION)
                 if HAS_TS:
                     b_pt = b_p * (b_ts * scale)
                     b_mu = b_mu * alpha + tl.sum(b_pt, 1)
-                    b_to = tl.dot(b_pt.to(b_v.dtype), b_v, b_to, input_precision=PRECISION)
+                    b_to = tl.dot(operand(b_pt, b_v.dtype, PRECISION), b_v, b_to, input_precision=PRECISION)
 
     lse = (b_m + tl.math.log2(b_l)) * LN2
     b_l = tl.where(b_l == 0.0, 1.0, b_l)  # a row that sees nothing: zeros, ℓ = −∞
@@ -150,14 +151,14 @@ def tangent(
                 b_v = load_rows(V + v_offset, row, s_v, o_n, o_d, LK, D, MASKED)
                 if HAS_TV:
                     b_tv = load_rows(TV + v_offset, row, s_v, o_n, o_d, LK, D, MASKED)
-                    b_to = tl.dot(b_p.to(b_v.dtype), b_tv, b_to, input_precision=PRECISION)
+                    b_to = tl.dot(operand(b_p, b_v.dtype, PRECISION), b_tv, b_to, input_precision=PRECISION)
                 if HAS_TS:
                     b_tk = b_k
                     if HAS_TK:
                         b_tk = load_rows(TK + k_offset, row, s_k, o_n, o_d, LK, D, MASKED)
                     b_pt = b_p * (tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION) * scale)
                     b_mu += tl.sum(b_pt, 1)
-                    b_to = tl.dot(b_pt.to(b_v.dtype), b_v, b_to, input_precision=PRECISION)
+                    b_to = tl.dot(operand(b_pt, b_v.dtype, PRECISION), b_v, b_to, input_precision=PRECISION)
 
     s_o = HQ * D
     o_offset = (i_b * LQ * HQ + i_h) * D

@@ -22,10 +22,11 @@ class _Call:
     """What the launches of one call share."""
 
     def __init__(self, launcher: Launcher, problem: Problem, x: Operands):
-        self.launcher, self.problem, self.x = launcher, problem, x
+        self.launcher, self.problem = launcher, problem
+        self.dtype = dtype_of(x.query)
+        self.x = x = Operands(*self.rounded(x[:3]))
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
-        self.dtype = dtype_of(x.query)
         strides = [self._batch_sequence_head(a) for a in x[:3]]
         unit = math.gcd(STRIDE_UNIT, *(batch for batch, *_ in strides))
         group = self.query_heads // self.key_heads
@@ -46,6 +47,12 @@ class _Call:
     def _batch_sequence_head(self, array: Any) -> tuple[int, int, int]:
         """Strides, of which a stride of an axis of length one is arbitrary and must not spoil their common divisor."""
         return tuple(0 if n == 1 else s for n, s in zip(array.shape[:3], self.launcher.strides(array)[:3], strict=True))
+
+    def rounded(self, arrays) -> tuple:
+        """As the operands of products: tensor cores would cut float32 down to TF32, towards zero."""
+        if self.dtype != "float32" or self.problem.precision != "tf32":
+            return tuple(arrays)
+        return tuple(None if a is None else self.launcher.round_to_tf32(a) for a in arrays)
 
     def tile(self, job: str) -> Tile:
         return tile(job, self.head_dim, self.dtype, self.problem.precision, self.launcher.target)
@@ -79,7 +86,7 @@ def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO
     dual = any(t is not None for t in tx[:3])
     t = call.tile("forward_dual" if dual else "forward")
     return call.run(
-        forward_kernels.forward, t, call.query_programs(t), (*x[:3], *tx[:3]),
+        forward_kernels.forward, t, call.query_programs(t), (*call.x[:3], *call.rounded(tx[:3])),
         (call.output, call.statistic, *((call.output, call.statistic) if dual else (None, None))),
         RAGGED=bool(call.key_length % t.block_n), NEGATIVE=problem.scale < 0, **_has(tx),
     )  # fmt: skip
@@ -90,7 +97,7 @@ def tangent(launcher: Launcher, problem: Problem, x: Operands, o, log_sum_exp, t
     call = _Call(launcher, problem, x)
     t = call.tile("tangent")
     return call.run(
-        forward_kernels.tangent, t, call.query_programs(t), (*x[:3], *tx[:3], o, log_sum_exp),
+        forward_kernels.tangent, t, call.query_programs(t), (*call.x[:3], *call.rounded(tx[:3]), o, log_sum_exp),
         (call.output, call.statistic), RAGGED=bool(call.key_length % t.block_n), **_has(tx),
     )  # fmt: skip
 
@@ -109,7 +116,7 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
     (o, log_sum_exp), (d_o, d_lse), (t_o, mu), (t_d_o, t_d_lse) = y, cy, ty, tcy
     dual = any(want_tangent)
     lse2, delta, t_delta = _statistics(call, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual)
-    inputs = (*call.x[:3], *tx[:3], d_o, t_d_o, lse2, mu, delta, t_delta)
+    inputs = (*call.x[:3], *call.rounded((*tx[:3], d_o, t_d_o)), lse2, mu, delta, t_delta)
     has = dict(_has(tx), HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None)
     suffix = "_dual" if dual else ""
     dq = t_dq = None

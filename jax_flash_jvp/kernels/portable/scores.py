@@ -50,6 +50,16 @@ def store_rows(X, row, stride, o_r, o_d, L, D: tl.constexpr, b_x):
 
 
 @triton.jit
+def operand(b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """fp32 values as an operand of a product in `dtype`.  The tensor cores cut float32 down to TF32, towards zero: a bias in
+    every sum of probabilities, so they are rounded first.  (Launchers round the inputs.)"""
+    if dtype == tl.float32 and PRECISION == "tf32":
+        return ((b_x.to(tl.int32, bitcast=True) + 0x1000) & ~0x1FFF).to(tl.float32, bitcast=True)
+    else:
+        return b_x.to(dtype)
+
+
+@triton.jit
 def scores(b_a, b_b, PRECISION: tl.constexpr):
     """a bᵀ, accumulated in fp32."""
     return tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)

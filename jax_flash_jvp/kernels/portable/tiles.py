@@ -1,6 +1,6 @@
 """Block sizes, by job, head dim, kind of product and GPU.
 
-For 16-bit inputs on sm_90, head dims 64 and 128, measured on an H200, but for the duals of keys and queries.  The others
+For 16-bit inputs on sm_90, head dims 64 and 128, measured on an H200 but for the duals of keys and queries.  The others
 were compiled ahead of time and are the largest that fit and hardly spill; tests/test_ahead_of_time.py compiles them all
 again.  What helped: two stages at least, since with one whole tiles are loaded through registers, and for the duals on
 `mma.sync`, which holds all operands that the loop does not change in registers, 16 rows of them on eight warps.

@@ -1,0 +1,311 @@
+"""The public function: its arguments, its errors, and its agreement with jax.nn.dot_product_attention."""
+
+import inspect
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_flash_jvp
+from jax_flash_jvp import dot_product_attention
+
+B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
+QUERY, KEY, VALUE = (oracle.normal(i, *shape) for i, shape in enumerate([(B, T, N, H), (B, S, K, H), (B, S, K, H)]))
+LENGTHS = np.array([3, 5], np.int32)
+BIAS = oracle.normal(3, B, N, T, S)
+MASK = (oracle.normal(4, B, N, T, S) > 0) | (np.arange(S) == 0)  # every query sees a key
+
+ARGUMENTS = {
+    "plain": {},
+    "scale": dict(scale=-0.3),
+    "scale-zero": dict(scale=0),
+    "scale-numpy": dict(scale=np.float32(0.5)),
+    "causal": dict(is_causal=True),
+    "query-lengths": dict(query_seq_lengths=LENGTHS),
+    "key-lengths": dict(key_value_seq_lengths=LENGTHS),
+    "both-lengths": dict(query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS[::-1]),
+    "window": dict(local_window_size=(2, 1)),
+    "window-one-number": dict(local_window_size=1),
+    "window-causal": dict(local_window_size=(2, 1), is_causal=True),
+    "everything": dict(
+        bias=BIAS, mask=MASK, scale=0.5, is_causal=True, key_value_seq_lengths=LENGTHS, local_window_size=(9, 3)
+    ),
+    **{f"bias-{s}": dict(bias=oracle.normal(3, *s)) for s in [(B, N, T, S), (1, 1, T, 1), (T, S), (S,), ()]},
+    **{f"mask-{a.shape}": dict(mask=a) for a in (MASK, MASK[:, :1], MASK[0], MASK[0, 0], MASK[0, 0, :1])},
+}
+
+
+def float32(*arrays):
+    return tuple(jnp.asarray(a, jnp.float32) for a in arrays)
+
+
+# ------------------------------------------------------------------------------------------------ like jax.nn's
+
+
+def test_signature():
+    ours, theirs = (inspect.signature(f).parameters for f in (dot_product_attention, jax.nn.dot_product_attention))
+    ours, theirs = ([(p.name, p.kind, p.default) for p in parameters.values()] for parameters in (ours, theirs))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_agrees_with_jax(arguments):
+    arrays = {name: a for name, a in arguments.items() if isinstance(a, np.ndarray)}
+    static = {name: a for name, a in arguments.items() if name not in arrays}
+
+    def compute(attention, query, key, value, arrays):
+        output, residual = attention(query, key, value, **arrays, **static, return_residual=True)
+        if "query_seq_lengths" in arrays:  # of rows that see nothing we give a residual of -inf, jax.nn some number
+            seen = jnp.arange(T)[:, None] < arrays["query_seq_lengths"][:, None, None]
+            residual = jnp.where(seen, residual, 0)
+        return output, residual
+
+    def compute_all(attentions, *arrays):
+        return [compute(attention, *arrays) for attention in attentions]
+
+    arrays = (QUERY, KEY, VALUE, arrays)
+    exact = oracle.evaluate(compute, oracle.attention, arrays, "float64")
+    attentions = (oracle.attention, jax.nn.dot_product_attention, dot_product_attention)
+    naive, theirs, ours = oracle.evaluate(compute_all, attentions, arrays, "float32")
+    oracle.assert_close(theirs, exact, naive)
+    oracle.assert_close(ours, exact, naive)
+
+
+@pytest.mark.parametrize("arguments", [{}, dict(bias=BIAS[0]), dict(mask=MASK[0], is_causal=True)])
+def test_without_batch_axis(arguments):
+    query, key, value = float32(QUERY[0], KEY[0], VALUE[0])
+    output, residual = dot_product_attention(query, key, value, **arguments, return_residual=True)
+    expected = dot_product_attention(query[None], key[None], value[None], **arguments, return_residual=True)
+    assert (output.shape, residual.shape) == ((T, N, H), (T, N))
+    np.testing.assert_array_equal(output, expected[0][0])
+    np.testing.assert_array_equal(residual, expected[1][0])
+    assert dot_product_attention(query, key, value).shape == (T, N, H)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_grouped_queries_share_consecutive_heads(heads):
+    query, key, value = float32(QUERY, oracle.normal(1, B, S, heads, H), oracle.normal(2, B, S, heads, H))
+    repeated = [jnp.repeat(a, N // heads, axis=2) for a in (key, value)]
+    np.testing.assert_allclose(
+        dot_product_attention(query, key, value), dot_product_attention(query, *repeated), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(dtype):
+    def compute(attention, query, key, value, bias):
+        return attention(query, key, value, bias, return_residual=True)
+
+    oracle.assert_as_exact_as_naive(compute, dot_product_attention, (QUERY, KEY, VALUE, BIAS), dtype)
+
+
+def test_bias_of_another_dtype():
+    query, key, value = (jnp.asarray(a, jnp.bfloat16) for a in (QUERY, KEY, VALUE))
+    (bias,) = float32(BIAS)
+
+    def total(attention):
+        return jax.value_and_grad(lambda b: attention(query, key, value, b).astype(jnp.float32).sum())(bias)
+
+    got, expected = total(dot_product_attention), total(oracle.attention)
+    assert got[1].dtype == jnp.float32
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2**-6, atol=2**-6)
+
+
+def test_value_with_channels_of_its_own():
+    value = oracle.normal(2, B, S, K, 3)
+    oracle.assert_as_exact_as_naive(lambda f, *x: f(*x), dot_product_attention, (QUERY, KEY, value), "float32")
+
+
+def test_numpy_arrays_and_static_arguments_under_jit():
+    eager = dot_product_attention(*map(np.float32, (QUERY, KEY, VALUE)), is_causal=np.True_, local_window_size=[2, 1])
+    jitted = jax.jit(dot_product_attention, static_argnames=("is_causal", "local_window_size", "implementation"))
+    got = jitted(*float32(QUERY, KEY, VALUE), is_causal=True, local_window_size=(2, 1), implementation="xla")
+    np.testing.assert_allclose(got, eager, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ edges
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("sizes", [(0, T, S), (B, 0, S), (B, T, 0)], ids=["no-batch", "no-queries", "no-keys"])
+def test_empty_axes(sizes, implementation):
+    b, t, s = sizes
+    x = [jnp.ones(shape) for shape in [(b, t, N, H), (b, s, K, H), (b, s, K, H)]]
+
+    def attend(*x):
+        return dot_product_attention(*x, implementation=implementation, return_residual=True)
+
+    (output, residual), (t_output, t_residual) = jax.jvp(attend, x, x)
+    for a in (output, t_output, t_residual):
+        assert not a.any()
+    assert output.shape == (b, t, N, H)
+    assert residual.shape == (b, t, N)
+    assert np.isneginf(residual).all()
+    for gradient, a in zip(jax.grad(lambda *x: attend(*x)[0].sum(), (0, 1, 2))(*x), x, strict=True):
+        assert gradient.shape == a.shape
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("axis", ["mask", "query_seq_lengths", "key_value_seq_lengths", "local_window_size"])
+def test_queries_that_see_nothing(axis):
+    """They give zeros and -inf, and derivatives of zero, not NaN, in every order."""
+    hidden = {
+        "mask": dict(mask=MASK & (np.arange(T) != 2)[:, None]),
+        "query_seq_lengths": dict(query_seq_lengths=np.array([0, 2], np.int32)),
+        "key_value_seq_lengths": dict(key_value_seq_lengths=np.array([0, 2], np.int32)),
+        "local_window_size": dict(query_length=12, local_window_size=(2, 0)),
+    }[axis]
+    query = oracle.normal(0, B, hidden.pop("query_length", T), N, H)
+    arrays = {name: a for name, a in hidden.items() if isinstance(a, np.ndarray)}
+    static = {name: a for name, a in hidden.items() if name not in arrays}
+
+    def compute(attention, x, arrays):
+        def attend(*x):
+            return attention(*x, **arrays, **static, return_residual=True)
+
+        def loss(*x):
+            output, residual = attend(*x)
+            return jnp.sin(output).sum() + jnp.where(jnp.isneginf(residual), 0, residual).sum()
+
+        gradient = jax.grad(loss, (0, 1, 2))
+        return attend(*x), jax.jvp(attend, x, x)[1], gradient(*x), jax.jvp(gradient, x, x)[1]
+
+    oracle.assert_as_exact_as_naive(compute, dot_product_attention, ((query, KEY, VALUE), arrays), "float32")
+
+
+def test_tangents_of_what_only_selects():
+    query, key, value = float32(QUERY, KEY, VALUE)
+    mask, lengths = jnp.asarray(MASK), jnp.asarray(LENGTHS)
+
+    def attend(query, mask, lengths):
+        return dot_product_attention(query, key, value, mask=mask, key_value_seq_lengths=lengths)
+
+    none = [np.zeros(a.shape, jax.dtypes.float0) for a in (mask, lengths)]
+    got = jax.jvp(attend, (query, mask, lengths), (query, *none))[1]
+    np.testing.assert_array_equal(got, jax.jvp(lambda q: attend(q, mask, lengths), (query,), (query,))[1])
+    with pytest.raises(TypeError, match="tangent"):
+        jax.jvp(attend, (query, mask, lengths), (query, mask, lengths))
+    with pytest.raises(TypeError, match="bool"):
+        jax.grad(lambda m: attend(query, m, lengths).sum())(mask)
+    with pytest.raises((TypeError, ValueError), match="tangent"):
+        jax.jvp(lambda q: attend(q, mask, lengths), (query,), (query[:1],))
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def changed(**arrays):
+    """The usual call, with arrays (or their shapes) replaced."""
+    usual = dict(query=(B, T, N, H), key=(B, S, K, H), value=(B, S, K, H))
+    return {
+        n: np.zeros(a, np.float32) if isinstance(a, tuple) and n != "local_window_size" else a
+        for n, a in (usual | arrays).items()
+    }
+
+
+ERRORS = {
+    "none": (changed(key=None), TypeError, "`key` must be an array: got None"),
+    "set": (changed(query={1}), TypeError, "`query` must be an array: got set"),
+    "rank": (changed(value=(S, K, H)), ValueError, "all have shape [batch, length, heads, channels] or all [length, "),
+    "rank-2": (changed(query=(T, H), key=(S, H), value=(S, H)), ValueError, "got query of shape (5, 8)"),
+    "batch": (changed(key=(3, S, K, H), value=(3, S, K, H)), ValueError, "the same batch size: got 2, 3 and 3"),
+    "length": (changed(value=(B, 6, K, H)), ValueError, "must be as long as `key`: got 6 rows in value and 7 in key"),
+    "heads": (changed(value=(B, S, 1, H)), ValueError, "`value` must have as many heads as `key`: got 1 heads"),
+    "channels": (changed(key=(B, S, K, 6)), ValueError, "got query[..., 8] and key[..., 6]"),
+    "group": (changed(query=(B, T, 3, H)), ValueError, "must be a multiple of that of `key`: got 3 and 2"),
+    "no-heads": (changed(key=(B, S, 0, H), value=(B, S, 0, H)), ValueError, "must be a multiple of that of `key`"),
+    "wide": (changed(query=(B, T, N, 264), key=(B, S, K, 264)), ValueError, "split the channels over more heads"),
+    "no-channels": (changed(value=(B, S, K, 0)), ValueError, "`value` must have between 1 and 256 channels a head"),
+    "integers": (changed(query=jnp.zeros((B, T, N, H), int)), TypeError, "got int32; cast it first"),
+    "dtypes": (changed(key=jnp.zeros((B, S, K, H), "bfloat16")), TypeError, "got bfloat16 and float32; cast one"),
+    "bias-bool": (changed(bias=jnp.ones((T, S), bool)), TypeError, "a boolean array belongs in `mask`"),
+    "mask-float": (changed(mask=(T, S)), TypeError, "pass an additive mask as `bias`"),
+    "bias-shape": (changed(bias=(B, N, S, T)), ValueError, "= (2, 4, 5, 7): got (2, 4, 7, 5)"),
+    "bias-rank": (changed(bias=(1, B, N, T, S)), ValueError, "`bias` must have at most four dimensions"),
+    "mask-group": (changed(mask=jnp.ones((B, K, T, S), bool)), ValueError, "`mask` must broadcast to (batch,"),
+    "lengths-shape": (
+        changed(query_seq_lengths=jnp.ones(3, jnp.int32)), ValueError, "`query_seq_lengths` must have shape (2,), one"
+    ),
+    "lengths-dtype": (
+        changed(key_value_seq_lengths=jnp.ones(B)), TypeError, "`key_value_seq_lengths` must be int32: got float32"
+    ),
+    "scale-text": (changed(scale="big"), TypeError, "`scale` must be a number: got str"),
+    "scale-nan": (changed(scale=float("nan")), ValueError, "`scale` must be finite: got nan"),
+    "scale-array": (changed(scale=np.ones(2)), TypeError, "`scale` must be a number: got ndarray"),
+    "causal": (changed(is_causal="yes"), TypeError, "`is_causal` must be True or False: got str"),
+    "window-three": (changed(local_window_size=(1, 2, 3)), TypeError, "or a pair of integers: got (1, 2, 3)"),
+    "window-float": (changed(local_window_size=1.5), TypeError, "an integer or a pair of integers: got 1.5"),
+    "window-bool": (changed(local_window_size=True), TypeError, "an integer or a pair of integers: got True"),
+    "window-negative": (changed(local_window_size=(-1, 2)), ValueError, "must not be negative: got (-1, 2)"),
+    "window-numpy": (changed(local_window_size=np.int64(-1)), ValueError, "must not be negative: got np.int64(-1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "triton", "interpret"])
+@pytest.mark.parametrize(("arguments", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_errors_at_the_door(arguments, error, text, implementation):
+    with pytest.raises(error, match=re.escape(text)):
+        dot_product_attention(**arguments, implementation=implementation)
+
+
+def test_errors_under_jit():
+    with pytest.raises(TypeError, match=r"`scale` must be a number known when .* traced; multiply `query` by it"):
+        jax.jit(lambda s: dot_product_attention(**changed(), scale=s))(0.5)
+    with pytest.raises(TypeError, match="`is_causal` must be True or False"):
+        jax.jit(lambda c: dot_product_attention(**changed(), is_causal=c))(True)
+    with pytest.raises(ValueError, match=r"`implementation` must be one of .*: got 'cudnn'"):
+        dot_product_attention(**changed(), implementation="cudnn")
+
+
+UNSERVED = {
+    "`bias`": changed(bias=(T, S)),
+    "`mask`": changed(mask=jnp.ones((T, S), bool)),
+    "`query_seq_lengths`": changed(query_seq_lengths=LENGTHS),
+    "`key_value_seq_lengths`": changed(key_value_seq_lengths=LENGTHS),
+    "`local_window_size`": changed(local_window_size=2),
+    "a `value` whose channels differ": changed(value=(B, S, K, 3)),
+}
+
+
+@pytest.mark.parametrize("implementation", ["triton", "interpret"])
+@pytest.mark.parametrize(("what", "arguments"), UNSERVED.items(), ids=UNSERVED)
+def test_what_the_kernels_do_not_serve(what, arguments, implementation):
+    with pytest.raises(ValueError, match=f"{implementation!r} does not serve {what}.*; leave .* ask for 'xla'"):
+        dot_product_attention(**arguments, implementation=implementation)
+    dot_product_attention(**arguments)
+
+
+def test_float64_is_not_served_by_the_kernels():
+    with jax.enable_x64(True), pytest.raises(ValueError, match="'interpret' does not serve float64 arrays"):
+        dot_product_attention(*map(jnp.asarray, (QUERY, KEY, VALUE)), implementation="interpret")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of hosts without a GPU")
+def test_triton_without_a_gpu():
+    for function in (dot_product_attention, jax.jit(dot_product_attention, static_argnames="implementation")):
+        with pytest.raises(ValueError, match=r"'triton' needs an NVIDIA GPU.*'xla'.*'interpret'"):
+            function(*float32(QUERY, KEY, VALUE), implementation="triton")
+
+
+# ------------------------------------------------------------------------------------------------ the package
+
+
+def test_names_are_resolved_lazily():
+    program = (
+        "import sys, jax_flash_jvp, jax_flash_jvp.kernels.portable.jobs\n"
+        "loaded = {'jax', 'jaxlib', 'torch'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+        "assert 'dot_product_attention' in dir(jax_flash_jvp)\n"
+        "from jax_flash_jvp import dot_product_attention\n"
+        "assert 'jax' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert set(jax_flash_jvp.__all__) <= set(dir(jax_flash_jvp))
+    with pytest.raises(AttributeError, match="has no attribute 'attention_of_nobody'"):
+        _ = jax_flash_jvp.attention_of_nobody
