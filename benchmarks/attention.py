@@ -151,7 +151,9 @@ def run(options: argparse.Namespace) -> list[Row]:
                     if job not in jobs or (who == "XLA" and length > options.longest_xla):
                         continue
                     try:
-                        function, leading = job_function(job, attention, options.causal, tuple(arrays[:3]), tuple(arrays[3:6]))
+                        function, leading = job_function(
+                            job, attention, options.causal, tuple(arrays[:3]), tuple(arrays[3:6])
+                        )
                         compiled = function.lower(*leading, *arrays[6:]).compile()
                         got = jax.tree.map(np.asarray, two_heads(compiled(*leading, *arrays[6:])))
                     except Exception as error:
@@ -218,8 +220,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=0.03, help="of work per contender and round; 1 shows sustained speed")
-    parser.add_argument("--rest", type=float, default=0.1, help="seconds of rest before each, so that none inherits heat")
+    parser.add_argument(
+        "--seconds", type=float, default=0.03, help="of work per contender and round; 1 shows sustained speed"
+    )
+    parser.add_argument(
+        "--rest", type=float, default=0.1, help="seconds of rest before each, so that none inherits heat"
+    )
     parser.add_argument("--longest-xla", type=int, default=8192, help="XLA's attention runs out of memory beyond")
     parser.add_argument("--output", type=Path, default=Path("results/attention"), help="without an ending")
     options = parser.parse_args()

@@ -9,7 +9,6 @@ import argparse
 import csv
 import itertools
 import multiprocessing
-import os
 import statistics
 import time
 
@@ -21,10 +20,18 @@ from jax_flash_jvp.kernels.portable.tiles import Tile
 from jax_flash_jvp.problem import Operands, Problem
 from torch_bridge.launch import TorchLauncher
 
-PRODUCTS = dict(forward=2, forward_dual=6, tangent=5, key_side=4, query_side=3, key_side_dual=12, key_v=5, key_k=9, query_side_dual=9)
+PRODUCTS = dict(
+    forward=2,
+    forward_dual=6,
+    tangent=5,
+    key_side=4,
+    query_side=3,
+    key_side_dual=12,
+    key_v=5,
+    key_k=9,
+    query_side_dual=9,
+)
 HEADS = {64: 32, 128: 24}
-
-GRID: dict[str, list[Tile]] = {}
 
 
 def candidates(job: str, head_dim: int) -> list[Tile]:
@@ -32,10 +39,16 @@ def candidates(job: str, head_dim: int) -> list[Tile]:
     small = head_dim <= 64
     spans = {
         "forward": [(128, 128), (128, 64), (64, 64), (64, 128)] + ([] if small else [(128, 32)]),
-        "forward_dual": [(128, 128), (128, 64), (64, 64), (64, 128)] if small else [(128, 64), (128, 32), (64, 64), (64, 32)],
+        "forward_dual": [(128, 128), (128, 64), (64, 64), (64, 128)]
+        if small
+        else [(128, 64), (128, 32), (64, 64), (64, 32)],
         "tangent": [(128, 128), (128, 64), (64, 64)] if small else [(128, 64), (128, 32), (64, 64), (64, 32)],
-        "key_side": [(64, 128), (128, 128), (64, 64), (32, 128)] if small else [(64, 128), (32, 128), (64, 64), (32, 64)],
-        "query_side": [(128, 128), (128, 64), (64, 64), (128, 32)] if small else [(128, 64), (128, 32), (64, 64), (64, 32)],
+        "key_side": [(64, 128), (128, 128), (64, 64), (32, 128)]
+        if small
+        else [(64, 128), (32, 128), (64, 64), (32, 64)],
+        "query_side": [(128, 128), (128, 64), (64, 64), (128, 32)]
+        if small
+        else [(128, 64), (128, 32), (64, 64), (64, 32)],
         "key_side_dual": [(32, 64), (32, 128), (64, 64)],
         "key_v": [(64, 128), (32, 128), (64, 64)],
         "key_k": [(64, 128), (32, 128), (64, 64), (32, 64)],
@@ -58,7 +71,6 @@ class Case:
         shape = (1, length, heads, head_dim)
         self.job, self.head_dim, self.length, self.causal, self.heads = job, head_dim, length, causal, heads
         draw = lambda: torch.randn(shape, device="cuda", dtype=dtype)
-        if os.environ.get("BHLD"): draw = lambda: torch.randn((1, heads, length, head_dim), device="cuda", dtype=dtype).transpose(1, 2)
         self.x, self.tx = Operands(draw(), draw(), draw()), Operands(draw(), draw(), draw())
         self.d_o, self.t_d_o = draw().contiguous(), draw().contiguous()
         self.problem = Problem(scale=head_dim**-0.5, is_causal=causal)
@@ -66,9 +78,13 @@ class Case:
         self.y = self.ty = None
 
     def prepare(self) -> None:
-        o, lse, t_o, mu = self._with(Tile(64, 32, 4, 2), lambda: jobs.forward(self.launcher, self.problem, self.x, self.tx))
+        o, lse, t_o, mu = self._with(
+            Tile(64, 32, 4, 2), lambda: jobs.forward(self.launcher, self.problem, self.x, self.tx)
+        )
         self.y, self.ty = (o, lse), (t_o, mu)
-        self.stats = jobs._statistics(jobs._Call(self.launcher, self.problem, self.x), o, t_o, self.d_o, self.t_d_o, lse, None, None, True)
+        self.stats = jobs._statistics(
+            jobs._Call(self.launcher, self.problem, self.x), o, t_o, self.d_o, self.t_d_o, lse, None, None, True
+        )
 
     def _with(self, tile: Tile, call):
         original = jobs.tile
@@ -196,7 +212,9 @@ def main() -> None:
                 if not error < 2e-2:
                     print(f"WRONG {job} {d} {tuple(tile)} error {error:.1e}")
                     continue
-                ms = statistics.median(triton.testing.do_bench(lambda t=tile: case.run(t), warmup=10, rep=60, return_mode="all"))
+                ms = statistics.median(
+                    triton.testing.do_bench(lambda t=tile, c=case: c.run(t), warmup=10, rep=60, return_mode="all")
+                )
             except Exception as failure:
                 print(f"# {job} {d} {tuple(tile)}: {type(failure).__name__} {str(failure)[:80]}")
                 continue
@@ -204,10 +222,16 @@ def main() -> None:
             results.append((ms, tile, rate, error))
             rows.append([job, d, *tile, ms, rate, error])
         for ms, tile, rate, error in sorted(results)[:4]:
-            print(f"{job:16s} D{d:<4d} {tuple(tile)!s:20s} {ms:8.3f} ms {rate:6.0f} TFLOP/s {rate / matmul:5.2f} of matmul  error {error:.1e}", flush=True)
+            share = rate / matmul
+            print(
+                f"{job:16s} D{d:<4d} {tuple(tile)!s:20s} {ms:8.3f} ms {rate:6.0f} TFLOP/s {share:.2f}  error {error:.1e}",
+                flush=True,
+            )
     if options.csv:
         with open(options.csv, "w", newline="") as file:
-            csv.writer(file).writerows([["job", "head_dim", "bm", "bn", "warps", "stages", "ms", "tflops", "error"], *rows])
+            csv.writer(file).writerows(
+                [["job", "head_dim", "bm", "bn", "warps", "stages", "ms", "tflops", "error"], *rows]
+            )
 
 
 if __name__ == "__main__":

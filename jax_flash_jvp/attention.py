@@ -158,4 +158,5 @@ def _window(size: Any) -> tuple[int, int] | None:
 def _precision() -> str:
     """Of float32 products in the kernels, from the matrix-product precision in force."""
     exact = ("highest", "float32", "f32_f32_f32")
-    return "ieee" if str(jax.config.jax_default_matmul_precision).lower() in exact else "tf32"
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return "ieee" if str(asked).lower() in exact else "tf32"

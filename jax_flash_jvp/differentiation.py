@@ -128,9 +128,7 @@ def _(args, used, *, problem):
     return None if any(used[2:]) else (tangent, (x, y, xd), dict(problem=problem), range(2))
 
 
-forward_fused = tie(
-    forward, forward_dual, tangent, saved_name=SAVED_NAME, split=lambda static: (static, static, 2)
-)
+forward_fused = tie(forward, forward_dual, tangent, saved_name=SAVED_NAME, split=lambda static: (static, static, 2))
 
 
 # ------------------------------------------------------------------------------------------------ the backward side
@@ -182,7 +180,11 @@ def _split_backward(static):
 
 backward_fused = tie(backward, backward_dual, backward_tangent, saved_name=SAVED_NAME, split=_split_backward)
 
-for _kernel_primitive, _job in ((second, "second"), (backward_dual, "total_backward_dual"), (backward_tangent, "total_backward_tangent")):
+for _kernel_primitive, _job in (
+    (second, "second"),
+    (backward_dual, "total_backward_dual"),
+    (backward_tangent, "total_backward_tangent"),
+):
     _kernel_primitive.def_high_order(launch.reference_job(_job))
 
 

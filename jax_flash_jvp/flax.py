@@ -72,21 +72,24 @@ def attention_fn(
             "none to sow: call the layer with sow_weights=False, or give it Flax's own dot_product_attention"
         )
     if promote_dtype is not None:
-        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        arrays: Any = promote_dtype((query, key, value), dtype=dtype)
     else:
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-        query, key, value = (jnp.asarray(array, dtype) for array in (query, key, value))
+        arrays = [jnp.asarray(array, dtype) for array in (query, key, value)]
 
-    *batch_shape, query_length, heads, _ = query.shape
+    *batch_shape, query_length, heads, _ = arrays[0].shape
     if mask is not None:
         mask = _merge_batch_axes(jnp.asarray(mask, bool), batch_shape)
     if bias is not None:
         bias = _merge_batch_axes(jnp.asarray(bias), batch_shape)
+    query, key, value = (array.reshape(math.prod(batch_shape), *array.shape[-3:]) for array in arrays)
     with _matmul_precision(precision):
         output = dot_product_attention(
-            *(array.reshape(math.prod(batch_shape), *array.shape[-3:]) for array in (query, key, value)),
-            bias=bias,
-            mask=mask,
+            query,
+            key,
+            value,
+            bias,
+            mask,
             scale=scale,
             is_causal=is_causal,
             local_window_size=local_window_size,

@@ -28,7 +28,10 @@ class _Library:
 def install(triton_lib: Any) -> None:
     """Extend `jax_triton.triton_lib`; kernels that are not Gluon's compile as before."""
     library = triton_lib.triton_kernel_call_lib = _Library(triton_lib.triton_kernel_call_lib)
-    original_compile, original_kernel = triton_lib.compile_ttir_to_ptx_inplace, triton_lib.TritonFunction._compile_kernel
+    original_compile, original_kernel = (
+        triton_lib.compile_ttir_to_ptx_inplace,
+        triton_lib.TritonFunction._compile_kernel,
+    )
     compiling_gluon = False
     triton_lib.TensorDescMeta.__required_keys__ = frozenset()
 

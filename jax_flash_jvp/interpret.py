@@ -96,11 +96,12 @@ def _rewritten(kernel: triton.JITFunction) -> Callable:
     if kernel.fn not in _PROGRAMS:  # not keyed by `kernel`, whose hash is that of its whole source
         names = ("interpreter_semantic", "_InterpreterComparison")  # globals of the interpreter that the new code reads
         tree = ast.parse(f"def outer({', '.join(names)}):\n    return {kernel.fn.__name__}")
-        tree.body[0].body[:0] = interpreter.ASTTransformer().visit(ast.parse(kernel.src)).body
+        outer: Any = tree.body[0]
+        outer.body[:0] = interpreter.ASTTransformer().visit(ast.parse(kernel.src)).body
         first_line = next(i for i, line in enumerate(kernel.raw_src) if line.lstrip().startswith("def "))
         ast.increment_lineno(ast.fix_missing_locations(tree), kernel.starting_line_number + first_line - 1)
         scope: dict[str, Callable] = {}
-        exec(compile(tree, kernel.fn.__code__.co_filename, "exec"), kernel.fn.__globals__, scope)  # noqa: S102
+        exec(compile(tree, kernel.fn.__code__.co_filename, "exec"), kernel.fn.__globals__, scope)
         _PROGRAMS[kernel.fn] = scope["outer"](*(getattr(interpreter, name, None) for name in names))
     return _PROGRAMS[kernel.fn]
 

@@ -280,12 +280,12 @@ def tie(
         staged one, which results are unknown, which must be instantiated, and the residuals."""
         args, static = tree_unflatten(eqn.params["tree"], eqn.invars), _static(eqn)
         n, m = len(eqn.outvars), split(static)[2]
-        residuals = [
-            v for v, i in zip(eqn.invars, instantiated, strict=True) if isinstance(v, core.Var) and not i
-        ]
+        residuals = [v for v, i in zip(eqn.invars, instantiated, strict=True) if isinstance(v, core.Var) and not i]
         if not any(unknown):
             saves = _saves(policy, dual, eqn, saved_name)
-            return (eqn, None, [False] * n, [False] * n, []) if saves else (eqn, eqn, [False] * n, [True] * n, residuals)
+            return (
+                (eqn, None, [False] * n, [False] * n, []) if saves else (eqn, eqn, [False] * n, [True] * n, residuals)
+            )
         if any(tree_leaves(tree_unflatten(eqn.params["tree"], unknown)[:-1])):
             return None, eqn, [True] * n, [True] * n, residuals
         first, rest = parts(args, static)
@@ -348,9 +348,7 @@ def _equation(eqn: Any, kernel: KernelPrimitive, args: Any, static: dict[str, An
     """`eqn` with another kernel; results are variables or positions among those of `eqn`."""
     leaves, tree = tree_flatten(args)
     outvars = [eqn.outvars[r] if isinstance(r, int) else r for r in results]
-    return eqn.replace(
-        primitive=kernel.primitive, invars=leaves, outvars=outvars, params=dict(tree=tree, **static)
-    )
+    return eqn.replace(primitive=kernel.primitive, invars=leaves, outvars=outvars, params=dict(tree=tree, **static))
 
 
 def _saves(policy: Callable, kernel: KernelPrimitive, eqn: Any, name: str) -> bool:

@@ -98,7 +98,7 @@ def _kernel_backward_dual(launcher, problem, x, y, cty, t, want, want_tangent):
 _KERNELS: dict[str, Callable] = {
     "forward": lambda launcher, problem, x: jobs.forward(launcher, problem, x)[:2],
     "forward_dual": _kernel_forward_dual,
-    "tangent": lambda launcher, problem, x, y, tx: jobs.tangent(launcher, problem, x, *y, tx),
+    "tangent": lambda launcher, problem, x, y, tx: jobs.tangent(launcher, problem, x, y[0], y[1], tx),
     "backward": lambda launcher, problem, x, y, cy, want: jobs.backward(launcher, problem, x, y, cy, want[:3]),
     "backward_dual": _kernel_backward_dual,
     "backward_tangent": lambda launcher, problem, x, y, cty, _, t, want: jobs.backward_dual(
@@ -140,7 +140,9 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, **stat
         logger.debug("attention %s: the kernels do not serve %s; the tiled reference computes it", name, reason)
         return by_reference(x, *args, problem=problem, **static)
     if wanted == "interpret":  # its products are exact
-        return _by_kernels(name, Interpreter(), x, *args, problem=dataclasses.replace(problem, precision="ieee"), **static)
+        return _by_kernels(
+            name, Interpreter(), x, *args, problem=dataclasses.replace(problem, precision="ieee"), **static
+        )
     return _by_kernels(name, JaxTriton(), x, *args, problem=problem, **static)
 
 
@@ -167,7 +169,7 @@ def _shapes(outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
 class Interpreter(_Contiguous):
     """The kernels on numpy arrays, in a callback; outputs are full of NaN beforehand, so that a gap shows."""
 
-    target = "interpret"
+    target: int | str = "interpret"
     descriptors = False
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
@@ -197,7 +199,9 @@ class JaxTriton(_Contiguous):
         options: dict[str, Any] = dict(kernel=kernel, grid=(grid,), num_warps=num_warps, num_stages=num_stages)
         if self.descriptors:
             arguments += scalars
-            backend = dict(enable_fp_fusion=True) if registers is None else dict(enable_fp_fusion=True, maxnreg=registers)
+            backend = (
+                dict(enable_fp_fusion=True) if registers is None else dict(enable_fp_fusion=True, maxnreg=registers)
+            )
             options.update(out_type=_shapes(outputs), backend_options=backend)
         else:  # a Python float would become fp64
             arguments += [np.float32(s) if isinstance(s, float) else s for s in scalars]

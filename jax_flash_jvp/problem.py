@@ -98,7 +98,9 @@ def _check_dtypes(x: Operands) -> None:
         raise TypeError(f"`query` must be one of {', '.join(DTYPES)}: got {dtype}; cast it first")
     for name, array in (("key", x.key), ("value", x.value)):
         if dtype_of(array) != dtype:
-            raise TypeError(f"`{name}` must have the dtype of `query`: got {dtype_of(array)} and {dtype}; cast one of them")
+            raise TypeError(
+                f"`{name}` must have the dtype of `query`: got {dtype_of(array)} and {dtype}; cast one of them"
+            )
     if x.bias is not None and dtype_of(x.bias) not in DTYPES:
         raise TypeError(
             f"`bias` must be one of {', '.join(DTYPES)}: got {dtype_of(x.bias)}; a boolean array belongs in `mask`"

@@ -68,6 +68,7 @@ def jitted_kernels():
 @functools.cache
 def _compiled_oracle(make):
     import jax
+
     import oracle
 
     return jax.jit(make(oracle.attention))

@@ -8,10 +8,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
 import jax_flash_jvp
+import oracle
 from jax_flash_jvp import dot_product_attention
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8

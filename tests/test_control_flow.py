@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+
 from oracle import normal
 
 B, T, N, H = 2, 5, 2, 4
@@ -189,7 +190,6 @@ def test_checkpoint(make, args, calls, policy, check):
 
 
 # ------------------------------------------------------------------------------------------------ shard_map
-
 
 
 def fixed_tangent(f):

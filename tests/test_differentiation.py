@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import normal
 
 from jax_flash_jvp import dot_product_attention
+from oracle import normal
 
 B, T, S, N, K, H = 2, 5, 6, 4, 2, 3
 SHAPES = [(B, T, N, H), (B, S, K, H), (B, S, K, H)]

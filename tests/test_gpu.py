@@ -180,7 +180,9 @@ def test_long_sequences(head_dim, causal, family):
     for job in jobs(causal).values():
         got = some(oracle.evaluate(jax.jit(job, static_argnums=0), by(family), (x, tx, g), "bfloat16"))
         few = some((x, tx, g))
-        naive, exact = (oracle.evaluate(jax.jit(job, static_argnums=0), oracle.attention, few, d) for d in ("bfloat16", "float64"))
+        naive, exact = (
+            oracle.evaluate(jax.jit(job, static_argnums=0), oracle.attention, few, d) for d in ("bfloat16", "float64")
+        )
         oracle.assert_close(got, exact, naive)
 
 

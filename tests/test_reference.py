@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
+import oracle
 from jax_flash_jvp import reference
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
 

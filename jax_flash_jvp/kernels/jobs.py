@@ -22,7 +22,9 @@ def _family(launcher: Launcher, problem: Problem, x: Operands) -> ModuleType:
     if reason is None:
         return hopper
     if problem.implementation == "hopper":
-        raise ValueError(f"`implementation`='hopper' does not serve {reason}; ask for 'triton', which takes the portable kernels")
+        raise ValueError(
+            f"`implementation`='hopper' does not serve {reason}; ask for 'triton', which takes the portable kernels"
+        )
     logger.debug("the portable kernels run: those for Hopper do not serve %s", reason)
     return portable
 

@@ -126,7 +126,8 @@ def consume(
     i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
     DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, i_b, i_a, i_stream, HQ, a_row, plain_start, plain_count, masked_start,
     masked_count, D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW: gl.constexpr,
-    THROUGH_SHARED: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, MASKS: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
+    THROUGH_SHARED: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    MASKS: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
     USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
@@ -170,7 +171,9 @@ def consume(
             for i_g in range(GROUP):
                 x_g = (i_b * HQ + i_stream + i_g).to(gl.int64) * LB
                 for j in range(start, start + count):
-                    z = i_w + (tick >> 28)  # zero, but not to the compiler: else it keeps every resident descriptor in registers
+                    z = i_w + (
+                        tick >> 28
+                    )  # zero, but not to the compiler: else it keeps every resident descriptor in registers
                     a = matrix(a_s, z, GROUP_ROWS, D)
                     e_slot, e_phase = advance(b_slot, b_phase, SLOTS)
                     tb_slot, tb_phase = e_slot, e_phase
@@ -333,7 +336,9 @@ def backward(
     USE_TC: gl.constexpr = HAS_TC and WANT_TA
     USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
     MASKS: gl.constexpr = CAUSAL or (ROW and RAGGED)
-    THROUGH_SHARED: gl.constexpr = not ROW and (WANT_TA or WANT_TC)  # else the few that are needed come straight from memory
+    THROUGH_SHARED: gl.constexpr = not ROW and (
+        WANT_TA or WANT_TC
+    )  # else the few that are needed come straight from memory
     LA = LQ if ROW else LK
     LB = LK if ROW else LQ
     HA = HQ if ROW else HQ // GROUP
@@ -385,12 +390,14 @@ def backward(
     fence_async_shared()
     gl.warp_specialize([
         (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row, plain_start, plain_count, masked_start,
-                   masked_count, D, T, SLOTS, ROW, THROUGH_SHARED, DP_FIRST, TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
+                   plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, ROW, THROUGH_SHARED, DP_FIRST, TURNS,
+                   CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                    WANT_A, WANT_C, WANT_TA, WANT_TC)),
         (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row, plain_start, plain_count, masked_start,
-                   masked_count, D, T, SLOTS, ROW, THROUGH_SHARED, DP_FIRST, TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
+                   plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, ROW, THROUGH_SHARED, DP_FIRST, TURNS,
+                   CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                    WANT_A, WANT_C, WANT_TA, WANT_TC)),
         (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
                    a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, i_b, i_a, i_stream,

@@ -1,6 +1,6 @@
 """The jobs of attention as launches of the Hopper kernels: the same functions as in `portable/jobs.py`, for what they serve."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 
@@ -130,7 +130,9 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
             place(ta, a, GROUP), place(tc, c, GROUP), place(tb, b, ring.tile), place(te, e, ring.tile), *rows,
         )  # fmt: skip
         length, heads, like = (
-            (call.query_length, call.query_heads, call.output) if row else (call.key_length, call.key_heads, call.key_gradient)
+            (call.query_length, call.query_heads, call.output)
+            if row
+            else (call.key_length, call.key_heads, call.key_gradient)
         )
         streamed_length = call.key_length if row else call.query_length
         return call.run(

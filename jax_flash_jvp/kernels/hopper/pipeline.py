@@ -42,7 +42,9 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def tiles(desc, N: gl.constexpr):
     """Shared memory for N tiles of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout)
+    return gl.allocate_shared_memory(
+        desc.dtype, [N, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
+    )
 
 
 @gluon.jit

@@ -80,8 +80,8 @@ def key_side(
     DK, DV, TDK, TDV,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_DO: tl.constexpr,
-    HAS_TDO: tl.constexpr, HAS_TANGENT: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr,
+    HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_TANGENT: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr, WANT_TK: tl.constexpr, WANT_TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(dK, dV) and their tangents for one block of keys: a pass over the queries of every head that reads these keys.
@@ -141,11 +141,15 @@ def key_side(
                         if WANT_V:
                             b_dv = tl.dot(operand(b_p, b_do.dtype, PRECISION), b_do, b_dv, input_precision=PRECISION)
                         if HAS_TS and WANT_TV:
-                            b_tdv = tl.dot(operand(b_p * b_w, b_do.dtype, PRECISION), b_do, b_tdv, input_precision=PRECISION)
+                            b_tdv = tl.dot(
+                                operand(b_p * b_w, b_do.dtype, PRECISION), b_do, b_tdv, input_precision=PRECISION
+                            )
                     if HAS_TDO:
                         b_tdo = load_rows(TDO + o_offset, row, s_o, o_m, o_d, LQ, D, RAGGED)
                         if WANT_TV:
-                            b_tdv = tl.dot(operand(b_p, b_tdo.dtype, PRECISION), b_tdo, b_tdv, input_precision=PRECISION)
+                            b_tdv = tl.dot(
+                                operand(b_p, b_tdo.dtype, PRECISION), b_tdo, b_tdv, input_precision=PRECISION
+                            )
                     if WANT_K or WANT_TK:
                         b_ds = -load_statistic(DELTA, x, m_x, 0.0, RAGGED)[None, :]
                         if HAS_DO:
@@ -164,7 +168,9 @@ def key_side(
                                 b_tds += b_ds * b_w
                             b_tdk = tl.dot(operand(b_tds, b_q.dtype, PRECISION), b_q, b_tdk, input_precision=PRECISION)
                             if HAS_TQ:
-                                b_tdk = tl.dot(operand(b_ds, b_q.dtype, PRECISION), b_tq, b_tdk, input_precision=PRECISION)
+                                b_tdk = tl.dot(
+                                    operand(b_ds, b_q.dtype, PRECISION), b_tq, b_tdk, input_precision=PRECISION
+                                )
 
     s_g = HK * D
     g_offset = (i_b * LK * HK + i_h) * D
@@ -185,8 +191,8 @@ def query_side(
     DQ, TDQ,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_DO: tl.constexpr,
-    HAS_TDO: tl.constexpr, WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr,
+    HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ and its tangent for one block of queries: a pass over the keys."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK

@@ -14,9 +14,9 @@ from jax_flash_jvp.kernels.portable.scores import (
     LN2,
     LOG2E,
     key_bounds,
+    load_rows,
     log2_sum_exp,
     operand,
-    load_rows,
     query_block,
     scores,
     store_rows,
@@ -32,7 +32,8 @@ def forward(
     O, LSE, TO, MU,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, NEGATIVE: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, NEGATIVE: tl.constexpr,
+    HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK
@@ -71,7 +72,9 @@ def forward(
                     b_ts = tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
 
                 if MASKED:
-                    b_s = tl.where(visible(o_m[:, None], (row + o_n)[None, :], LK, CAUSAL), b_s * (scale * LOG2E), -float("inf"))
+                    b_s = tl.where(
+                        visible(o_m[:, None], (row + o_n)[None, :], LK, CAUSAL), b_s * (scale * LOG2E), -float("inf")
+                    )
                     m_new = tl.maximum(b_m, tl.max(b_s, 1))
                     b_p = tl.math.exp2(b_s - m_new[:, None])
                 else:
@@ -116,7 +119,8 @@ def tangent(
     TO, MU,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
+    HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Linear in the tangents: P comes from the saved ℓ, so nothing is rescaled, and o is the saved one."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK

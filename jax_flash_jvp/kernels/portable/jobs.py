@@ -35,16 +35,14 @@ class _Call:
             *(batch // unit for batch, *_ in strides),
         )  # fmt: skip
         self.shape_constants = dict(D=self.head_dim, BD=padded(self.head_dim))
-        self.constants = dict(
-            self.shape_constants, UNIT=unit, CAUSAL=problem.is_causal, PRECISION=problem.precision
-        )
+        self.constants = dict(self.shape_constants, UNIT=unit, CAUSAL=problem.is_causal, PRECISION=problem.precision)
         for name, (_, sequence, head) in zip("qkv", strides, strict=True):
             self.constants.update({f"s_{name}": sequence, f"s_{name}h": head})
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
         self.output = Output((self.batch, self.query_length, self.query_heads, self.head_dim), self.dtype)
         self.key_gradient = Output((self.batch, self.key_length, self.key_heads, self.head_dim), self.dtype)
 
-    def _batch_sequence_head(self, array: Any) -> tuple[int, int, int]:
+    def _batch_sequence_head(self, array: Any) -> tuple[int, ...]:
         """Strides, of which a stride of an axis of length one is arbitrary and must not spoil their common divisor."""
         return tuple(0 if n == 1 else s for n, s in zip(array.shape[:3], self.launcher.strides(array)[:3], strict=True))
 
@@ -109,7 +107,8 @@ def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> 
 
 def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tangents, want, want_tangent):
     """(the wanted gradients, the wanted tangents of the gradients) along tangents = (tx, ty, tcy)."""
-    return _backward(_Call(launcher, problem, x), y, cy, *tangents, want, want_tangent)
+    tx, ty, tcy = tangents
+    return _backward(_Call(launcher, problem, x), y, cy, tx, ty, tcy, want, want_tangent)
 
 
 def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
