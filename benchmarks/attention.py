@@ -199,10 +199,10 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(len(jobs), len(dims), figsize=(5 * len(dims), 2.6 * len(jobs)), squeeze=False)
     for i, job in enumerate(jobs):
         for k, head_dim in enumerate(dims):
-            for who in CONTENDERS:
+            for color, who in enumerate(CONTENDERS):
                 points = [(r.length, r.tflops) for r in rows if (r.job, r.head_dim, r.who) == (job, head_dim, who)]
                 if points:
-                    axes[i, k].plot(*zip(*points, strict=True), marker="o", label=who)
+                    axes[i, k].plot(*zip(*points, strict=True), marker="o", color=f"C{color}", label=who)
             axes[i, k].set(title=f"{job}, D = {head_dim}", ylabel="TFLOP/s", xscale="log", ylim=(0, None))
             axes[i, k].set_xticks(sorted({r.length for r in rows}), [str(n) for n in sorted({r.length for r in rows})])
             axes[i, k].grid(alpha=0.3)

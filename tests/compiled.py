@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 # The most shared memory that a block may ask for, in bytes, by compute capability.
 SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
@@ -39,6 +40,7 @@ class Resources:
     mma: Mapping[str, int]
     async_copies: int
     ptx: str = field(repr=False, compare=False)
+    warnings: tuple[str, ...] = ()  # the assembler's codes, such as C7510: wgmma serialised
 
     def fits(self, capability: int) -> bool:
         """Whether a GPU of this compute capability can launch the kernel. The compiler does not check."""
@@ -53,6 +55,7 @@ def compiled(
     capability: int,
     num_warps: int,
     num_stages: int,
+    registers: int | None = None,
 ) -> Resources:
     """Compiles `kernel` as jax-triton does: arrays aligned to 16 bytes, nothing known of the integers.
 
@@ -63,6 +66,7 @@ def compiled(
         capability: the compute capability, 90 for a Hopper GPU.
         num_warps: warps of a block.
         num_stages: depth of the software pipeline.
+        registers: cap on those of a thread.
     """
     names = list(kernel.arg_names)
     if set(signature) & set(constants) or set(signature) | set(constants) != set(names):
@@ -72,11 +76,16 @@ def compiled(
     places = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if registers is not None:
+        options["maxnreg"] = registers
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     with _cache_directory():
-        binary = triton.compile(ASTSource(kernel, types, places, aligned), GPUTarget("cuda", capability, 32), options)
+        binary = triton.compile(source(kernel, types, places, aligned), GPUTarget("cuda", capability, 32), options)
     ptx = binary.asm["ptx"]
     registers, stack = _registers_and_stack(binary.asm["cubin"])
-    spill_stores, spill_loads = _spills(ptx, capability) if stack else (0, 0)
+    warnings, spill_stores, spill_loads = (
+        _assembled(ptx, capability) if stack or source is GluonASTSource else ([], 0, 0)
+    )
     return Resources(
         registers=registers,
         stack=stack,
@@ -87,6 +96,7 @@ def compiled(
         mma={name: count for name, pattern in _INSTRUCTIONS.items() if (count := len(re.findall(pattern, ptx)))},
         async_copies=len(re.findall(_ASYNC_COPY, ptx)),
         ptx=ptx,
+        warnings=tuple(warnings),
     )
 
 
@@ -113,8 +123,8 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def _spills(ptx: str, capability: int) -> tuple[int, int]:
-    """Bytes stored and loaded. A stack may also hold indexed arrays, so its size does not tell."""
+def _assembled(ptx: str, capability: int) -> tuple[list[str], int, int]:
+    """Warnings, and bytes spilled by stores and loads. A stack may also hold indexed arrays, so its size does not tell."""
     target = re.search(r"\.target (\w+)", ptx)[1]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "kernel.ptx")
@@ -122,4 +132,4 @@ def _spills(ptx: str, capability: int) -> tuple[int, int]:
         command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", file, "-o", f"{directory}/kernel.cubin"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
-    return int(stores), int(loads)
+    return re.findall(r"\bC75\d\d\b", log), int(stores), int(loads)

@@ -152,15 +152,16 @@ def test_empty_axes(sizes, implementation):
         assert not gradient.any()
 
 
-@pytest.mark.parametrize("axis", ["mask", "query_seq_lengths", "key_value_seq_lengths", "local_window_size"])
-def test_queries_that_see_nothing(axis):
+@pytest.mark.parametrize("by", ["mask", "bias", "query_seq_lengths", "key_value_seq_lengths", "local_window_size"])
+def test_queries_that_see_nothing(by):
     """They give zeros and -inf, and derivatives of zero, not NaN, in every order."""
     hidden = {
         "mask": dict(mask=MASK & (np.arange(T) != 2)[:, None]),
+        "bias": dict(bias=np.where((np.arange(T) == 2)[:, None], -np.inf, BIAS)),
         "query_seq_lengths": dict(query_seq_lengths=np.array([0, 2], np.int32)),
         "key_value_seq_lengths": dict(key_value_seq_lengths=np.array([0, 2], np.int32)),
         "local_window_size": dict(query_length=12, local_window_size=(2, 0)),
-    }[axis]
+    }[by]
     query = oracle.normal(0, B, hidden.pop("query_length", T), N, H)
     arrays = {name: a for name, a in hidden.items() if isinstance(a, np.ndarray)}
     static = {name: a for name, a in hidden.items() if name not in arrays}

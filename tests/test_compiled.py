@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from compiled import compiled
 from jaxlib import gpu_triton
+
+from compiled import compiled
 from recorded import import_jax_triton, launches_of, record_launches
 
 

@@ -7,11 +7,11 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from flax import nnx
 
 import jax_flash_jvp.flax
+import oracle
 from jax_flash_jvp.flax import attention_fn
 
 HEADS, FEATURES, LENGTH = 2, 12, 7

@@ -1,0 +1,99 @@
+"""Every shipped Hopper kernel, compiled without a GPU: no serialised wgmma, hardly a spill, fits."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from compiled import compiled
+from jax_flash_jvp.kernels.hopper import jobs
+from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
+from jax_flash_jvp.kernels.launcher import Rows, pointers
+from jax_flash_jvp.problem import Operands, Problem
+
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+NOTHING, QUERY, KEYS, VALUES = (False,) * 3, (True, False, False), (False, True, False), (False, False, True)
+SPILL = 640  # bytes, admitted with Triton 3.9; with 3.6 the kernels hardly spill
+
+
+class Recorder:
+    """A launcher of nothing: arrays are shapes, and what would be launched is what `compiled` takes."""
+
+    target, descriptors = 90, True
+
+    def __init__(self):
+        self.launches = []
+
+    def strides(self, array):
+        _, length, heads, head_dim = array.shape
+        return length * heads * head_dim, heads * head_dim, head_dim, 1
+
+    def type_of(self, argument):
+        if isinstance(argument, Rows):
+            block, dtype = argument.view(self.strides(argument.array))[2], str(argument.array.dtype)
+            sizes = ", ".join(map(str, block))
+            return f"tensordesc<{TYPES[dtype]}[{sizes}],{shared_layout(block, dtype)!r}>"
+        if isinstance(argument, int | float):
+            return "i32" if isinstance(argument, int) else "fp32"
+        return "*" + TYPES[str(argument.dtype)]
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        types = [self.type_of(a) for a in (*pointers(inputs), *scalars, *outputs)]
+        names = [p.name for p in kernel.params if not p.is_constexpr]
+        options = dict(num_warps=num_warps, num_stages=num_stages, registers=registers)
+        self.launches.append((kernel, dict(zip(names, types, strict=True)), constants, options))
+        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
+
+
+def last_launch(job, head_dim, plain):
+    recorder, length = Recorder(), 1024 if plain else 1023
+    array = lambda heads: jax.ShapeDtypeStruct((2, length, heads, head_dim), jnp.bfloat16)
+    o, statistic = array(8), jax.ShapeDtypeStruct((2, 8, length), jnp.float32)
+    x = Operands(o, array(2), array(2))
+    problem = Problem(scale=0.125, is_causal=not plain, implementation="hopper")
+    along = (x, (o, statistic), (o, None))
+    backward = lambda want: jobs.backward(recorder, problem, x, (o, statistic), (o, None), want)
+    dual = lambda want, tangents: jobs.backward_dual(
+        recorder, problem, x, (o, statistic), (o, None), along, want, tangents
+    )
+    both = (False, True, True)
+    {
+        "forward": lambda: jobs.forward(recorder, problem, x),
+        "forward_dual": lambda: jobs.forward(recorder, problem, x, x),
+        "key_side": lambda: backward(both),
+        "query_side": lambda: backward(QUERY),
+        "key_side_dual": lambda: dual(KEYS if head_dim == 128 else both, KEYS if head_dim == 128 else both),
+        "value_side_dual": lambda: dual(VALUES, VALUES),
+        "query_side_dual": lambda: dual(QUERY, QUERY),
+        "key_side_tangent": lambda: dual(NOTHING, both),
+        "query_side_tangent": lambda: dual(NOTHING, QUERY),
+    }[job]()
+    return recorder.launches[-1]
+
+
+JOBS = (
+    "forward",
+    "forward_dual",
+    "key_side",
+    "query_side",
+    "key_side_dual",
+    "value_side_dual",
+    "query_side_dual",
+    "key_side_tangent",
+    "query_side_tangent",
+)
+
+
+@pytest.mark.parametrize(
+    "plain", [pytest.param(True, marks=pytest.mark.slow, id="whole"), pytest.param(False, id="causal-ragged")]
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("job", JOBS)
+def test_compiles_without_serialised_products(job, head_dim, plain):
+    if (job, head_dim) == ("value_side_dual", 64):
+        pytest.skip("one launch serves both sums there")
+    kernel, signature, constants, options = last_launch(job, head_dim, plain)
+    resources = compiled(kernel, signature, constants, capability=90, **options)
+    assert resources.warnings == ()
+    assert resources.fits(90)
+    assert resources.mma.get("wgmma", 0) > 0
+    assert resources.spill_stores <= SPILL

@@ -1,0 +1,408 @@
+"""The PyTorch functions: values, dtypes, layouts, errors, `patch`, and the kernels behind them."""
+
+import inspect
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from ml_dtypes import bfloat16  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.func import grad, jvp, vjp  # noqa: E402
+
+import torch_bridge  # noqa: E402
+from jax_flash_jvp import interpret  # noqa: E402
+from jax_flash_jvp.problem import Problem  # noqa: E402
+from test_torch_oracle import check, leaves, naive  # noqa: E402
+from torch_bridge import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, reference  # noqa: E402
+from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def normal(*shape, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def everything(attention, *x, **arguments):
+    """Value, tangent, gradients, and gradients through the tangent."""
+
+    def f(*x):
+        return attention(*x, **arguments)
+
+    def through(*x):
+        o, t_o = jvp(f, x, tangents)
+        return (o.sin() * t_o).sum()
+
+    tangents = tuple(normal(*a.shape, seed=3).to(a.dtype) for a in x)
+    every = tuple(range(len(x)))
+    return jvp(f, x, tangents), grad(lambda *x: (f(*x).sin()).sum(), every)(*x), grad(through, every)(*x)
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+PROBLEMS = {  # shapes of query, key and value; arguments
+    "B2-H3-L5": ([(2, 3, 5, 4)] * 3, dict()),
+    "causal-L5": ([(2, 3, 5, 4)] * 3, dict(is_causal=True)),
+    "causal-L3-S7": ([(1, 2, 3, 4), (1, 2, 7, 4), (1, 2, 7, 4)], dict(is_causal=True)),
+    "causal-L7-S3": ([(1, 2, 7, 4), (1, 2, 3, 4), (1, 2, 3, 4)], dict(is_causal=True)),
+    "scale": ([(1, 2, 5, 4)] * 3, dict(scale=-0.7)),
+    "Ev7": ([(1, 2, 5, 4), (1, 2, 6, 4), (1, 2, 6, 7)], dict()),
+    "GQA": ([(2, 6, 5, 4), (2, 2, 7, 4), (2, 2, 7, 4)], dict(enable_gqa=True)),
+    "MQA-causal": ([(2, 3, 5, 4), (2, 1, 5, 4), (2, 1, 5, 4)], dict(enable_gqa=True, is_causal=True)),
+    "one-head-broadcast": ([(2, 3, 5, 4), (2, 1, 6, 4), (2, 1, 6, 4)], dict()),
+    "batch-broadcast": ([(2, 3, 5, 4), (1, 3, 6, 4), (3, 6, 4)], dict()),
+    "3D": ([(3, 5, 4), (3, 6, 4), (3, 6, 4)], dict()),
+    "2D": ([(5, 4), (6, 4), (6, 4)], dict()),
+    "5D": ([(2, 3, 2, 5, 4)] * 3, dict(is_causal=True)),
+    "5D-GQA": ([(2, 3, 4, 5, 4), (2, 3, 2, 5, 4), (2, 3, 2, 5, 4)], dict(enable_gqa=True)),
+    "L1-D1": ([(1, 1, 1, 1)] * 3, dict()),
+}
+
+
+@pytest.mark.parametrize(("shapes", "arguments"), PROBLEMS.values(), ids=PROBLEMS)
+def test_values_and_derivatives(shapes, arguments):
+    x = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    check(lambda: everything(sdpa, *x, **arguments), lambda: everything(naive, *x, **arguments), tolerance=1e-11)
+
+
+MASKS = {
+    "LS": (5, 6),
+    "key": (1, 6),
+    "query": (5, 1),
+    "head": (3, 1, 1),
+    "batch": (2, 1, 1, 6),
+    "one": (1, 1, 1, 1),
+    "full": (2, 3, 5, 6),
+}
+
+
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+def test_bias_broadcasts_and_has_derivatives(shape):
+    x = normal(2, 3, 5, 4), normal(2, 3, 6, 4, seed=1), normal(2, 3, 6, 4, seed=2), normal(*shape)
+    check(lambda: everything(sdpa, *x), lambda: everything(naive, *x), tolerance=1e-11)
+
+
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+def test_boolean_mask_broadcasts(shape):
+    x = normal(2, 3, 5, 4), normal(2, 3, 6, 4, seed=1), normal(2, 3, 6, 4, seed=2)
+    mask = normal(*shape) > -0.3  # rows and columns without a key to attend to among them
+    got, want = (everything(f, *x, attn_mask=mask) for f in (sdpa, naive))
+    check(lambda: got, lambda: want, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 5, 6), (1, 1, 2, 5, 1), (5, 6), (2, 1, 1, 1, 6)], ids=str)
+def test_mask_of_several_batch_axes(shape):
+    x = [normal(2, 3, 2, n, 4, seed=n) for n in (5, 6, 6)]
+    check(lambda: everything(sdpa, *x, normal(*shape)), lambda: everything(naive, *x, normal(*shape)), tolerance=1e-11)
+
+
+def test_a_row_that_sees_nothing_is_zero():
+    x = [normal(1, 2, 3, 4, seed=i) for i in range(3)]
+    for mask in (
+        torch.ones(3, 3).tril(-1).bool(),
+        torch.zeros(3, 3).masked_fill(~torch.ones(3, 3).tril(-1).bool(), -torch.inf),
+    ):
+        (o, t_o), (d_q, *_), (dd_q, *_) = everything(sdpa, *x, attn_mask=mask)
+        for a in (o, t_o, d_q, dd_q):
+            assert (a[:, :, 0] == 0).all()
+            assert a.isfinite().all()
+            assert (a[:, :, 1:] != 0).any()
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0)], ids=["L0", "S0"])
+def test_nothing_to_attend_with_or_to(lengths):
+    x = [normal(1, 2, n, 4, seed=n) for n in (lengths[0], lengths[1], lengths[1])]
+    for a in leaves(everything(sdpa, *x)):
+        assert (a == 0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
+def test_as_exact_as_naive_in_the_same_dtype(dtype):
+    x = [normal(2, 3, n, 8, dtype=dtype, seed=n) for n in (9, 11, 11)]
+    ours, theirs = everything(sdpa, *x), everything(naive, *x)
+    exact = everything(naive, *(a.double() for a in x))
+    for a, b, c in zip(leaves(ours), leaves(theirs), leaves(exact), strict=True):
+        assert a.dtype == dtype
+        floor = 4 * torch.finfo(dtype).eps * c.abs().max()
+        assert (a - c).abs().max() <= 2 * (b - c).abs().max() + floor
+
+
+def test_memory_is_linear_in_the_length(monkeypatch):
+    """The reference goes through blocks of queries, and gives the same whatever their size."""
+    x = [normal(1, 2, n, 4, seed=n) for n in (40, 21, 21)]
+    arguments = dict(attn_mask=normal(40, 21))
+    want = everything(sdpa, *x, **arguments)
+    monkeypatch.setattr(reference, "BLOCK", 1)  # 16 queries a block
+    sizes = []
+    scores = reference._scores
+    monkeypatch.setattr(reference, "_scores", lambda *a: sizes.append(scores(*a).shape) or scores(*a))
+    check(lambda: everything(sdpa, *x, **arguments), lambda: want)
+    assert {s[-2:] for s in sizes} == {(16, 21), (8, 21)}
+    third = lambda s: jvp(grad(lambda q: (jvp(lambda q: s(q, *x[1:]), (q,), (q,))[1] ** 2).sum()), (x[0],), (x[0],))
+    check(lambda: third(sdpa), lambda: third(naive), tolerance=1e-10)
+    fourth = lambda s: vjp(lambda q: third_gradient(s, q), x[0])[1](x[0])
+    third_gradient = lambda s, q: grad(lambda q: (jvp(lambda q: s(q, *x[1:]), (q,), (q,))[1] ** 2).sum())(q)
+    check(lambda: fourth(sdpa), lambda: fourth(naive), tolerance=1e-10)
+
+
+def test_only_wanted_gradients_are_computed():
+    x = [normal(1, 2, 5, 4, seed=i).requires_grad_(i == 1) for i in range(3)]
+    sdpa(*x).sum().backward()
+    assert [a.grad is not None for a in x] == [False, True, False]
+    static = (False, 0.5)
+    y = torch.ops.torch_bridge.forward(*x, None, *static)
+    got = torch.ops.torch_bridge.backward(*x, None, y[0], None, *y, *static, [False, True, False, False])
+    assert [a.numel() for a in got] == [0, 40, 0, 0]
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+
+def test_views_of_any_strides():
+    by_length = normal(2, 5, 3, 4).transpose(1, 2)  # BLHD
+    by_channel = normal(2, 3, 4, 5).mT  # the last axis not contiguous
+    sliced = normal(2, 3, 9, 8)[:, :, ::2, 1:5]
+    for x in ((by_length,) * 3, (by_channel, sliced, by_length), (sliced, by_length, by_channel)):
+        check(lambda: everything(sdpa, *x), lambda: everything(naive, *x), tolerance=1e-11)
+
+
+def test_expanded_heads():
+    x = [normal(2, n, 5, 4, seed=n) for n in (3, 1, 1)]
+    expanded = lambda s: lambda q, k, v: s(q, k.expand(2, 3, 5, 4), v.expand(2, 3, 5, 4))
+    check(lambda: everything(expanded(sdpa), *x), lambda: everything(expanded(naive), *x), tolerance=1e-11)
+
+
+def test_output_is_in_the_memory_order_of_lengths():
+    x = [normal(2, 3, 5, 4)] * 3
+    assert sdpa(*x).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed(causal):
+    qkv, bias = normal(2, 5, 3, 2, 4), normal(1, 2, 1, 5)
+
+    def expected(qkv, bias):
+        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+        hidden = torch.ones(5, 5).triu(1).bool() if causal else torch.zeros(5, 5).bool()
+        return naive(q, k, v, bias.masked_fill(hidden, -torch.inf), scale=0.3).transpose(1, 2)
+
+    def three(qkv, bias):
+        return flash_attn_qkvpacked_func(qkv, bias, causal, 0.3)
+
+    def two(qkv, bias):
+        return flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], bias, causal, softmax_scale=0.3)
+
+    def one(qkv, bias):
+        return flash_attn_func(*(qkv[:, :, i] for i in range(3)), bias=bias, causal=causal, softmax_scale=0.3)
+
+    for f in (three, two, one):
+        check(lambda: everything(f, qkv, bias), lambda: everything(expected, qkv, bias), tolerance=1e-11)
+        assert f(qkv, bias).is_contiguous()
+
+
+def test_packed_is_not_copied(monkeypatch):
+    qkv, seen = normal(2, 5, 3, 2, 4), []
+    run = reference.run
+    monkeypatch.setattr(
+        reference, "run", lambda name, problem, x, **groups: seen.extend(x) or run(name, problem, x, **groups)
+    )
+    flash_attn_qkvpacked_func(qkv)
+    assert [a.data_ptr() for a in seen[:3]] == [qkv[:, :, i].data_ptr() for i in range(3)]
+    flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:])
+    assert [a.data_ptr() for a in seen[4:7]] == [qkv[:, :, i].data_ptr() for i in range(3)]
+
+
+def test_kvpacked_with_grouped_heads():
+    q, kv = normal(2, 5, 4, 4), normal(2, 7, 2, 2, 4)
+    expected = naive(q.transpose(1, 2), *kv.transpose(1, 3).unbind(2), enable_gqa=True).transpose(1, 2)
+    check(lambda: flash_attn_kvpacked_func(q, kv), lambda: expected, "F")
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+A, B = normal(2, 4, 5, 8), normal(2, 2, 5, 8)
+ERRORS = {
+    "dropout": (ValueError, "`dropout_p` must be 0", lambda: sdpa(A, A, A, dropout_p=0.1)),
+    "mask-and-causal": (ValueError, "must not be given together", lambda: sdpa(A, A, A, A[..., :5], is_causal=True)),
+    "heads": (ValueError, "pass enable_gqa=True", lambda: sdpa(A, B, B)),
+    "heads-gqa": (ValueError, "multiple", lambda: sdpa(A, A[:, :3], A[:, :3], enable_gqa=True)),
+    "value-heads": (ValueError, "`value` must have as many heads", lambda: sdpa(A, A, B, enable_gqa=True)),
+    "batch": (ValueError, "must broadcast", lambda: sdpa(normal(3, 4, 5, 8), A, A)),
+    "channels": (ValueError, r"got query\[..., 8\] and key\[..., 4\]", lambda: sdpa(A, A[..., :4], A)),
+    "length": (ValueError, "`value` must be as long as `key`", lambda: sdpa(A, A, A[:, :, :3])),
+    "too-many-channels": (ValueError, "256", lambda: sdpa(*[normal(1, 1, 2, 257)] * 3)),
+    "axes": (ValueError, "at least", lambda: sdpa(A[0, 0, 0], A, A)),
+    "mask-shape": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A, A, A, normal(3, 1, 1, 1))),
+    "mask-axes": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A[0], A[0], A[0], normal(1, 1, 1, 1))),
+    "mask-dtype": (TypeError, "`attn_mask` must be boolean or floating", lambda: sdpa(A, A, A, torch.ones(5, 5).int())),
+    "dtypes": (TypeError, "`key` must have the dtype of `query`", lambda: sdpa(A, A.float(), A)),
+    "dtype": (TypeError, "`query` must be one of", lambda: sdpa(A.int(), A, A)),
+    "device": (ValueError, "`key` must be on the device", lambda: sdpa(A, A.to("meta"), A)),
+    "scale": (TypeError, "`scale` must be a number", lambda: sdpa(A, A, A, scale=torch.tensor(0.5))),
+    "nested": (ValueError, "nested", lambda: sdpa(*[torch.nested.nested_tensor([A[0], A[1]])] * 3)),
+}
+
+
+@pytest.mark.parametrize(("kind", "text", "call"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument(kind, text, call):
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_two_dual_levels_are_refused_by_torch():
+    level = torch.autograd.forward_ad.dual_level
+    with level(), pytest.raises(RuntimeError, match="Nested forward mode"), level():
+        pass
+
+
+# ------------------------------------------------------------------------------------------------ in place of torch's
+
+
+def test_signature_is_that_of_torch():
+    ours = inspect.signature(sdpa).parameters.values()
+    theirs = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
+    assert [p.name for p in ours] == [p.name for p in theirs]
+    assert [p.kind == p.KEYWORD_ONLY for p in ours] == [p.kwarg_only for p in theirs]
+    assert [p.default for p in ours][3:] == [p.default_value for p in theirs][3:]
+
+
+def test_patch_reaches_models_and_names():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+    x, t_x = normal(2, 5, 8), normal(2, 5, 8, seed=1)
+    original = F.scaled_dot_product_attention
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        expected = jvp(layer, (x,), (t_x,))
+
+    def patched():
+        with torch_bridge.patch():
+            assert F.scaled_dot_product_attention is sdpa
+            return jvp(layer, (x,), (t_x,))
+
+    check(patched, lambda: expected, "D")
+    assert F.scaled_dot_product_attention is original
+    module = types.ModuleType("a_model")
+    module.scaled_dot_product_attention = original  # from torch.nn.functional import scaled_dot_product_attention
+    sys.modules["a_model"] = module
+    with torch_bridge.patch():
+        with torch_bridge.patch():
+            assert module.scaled_dot_product_attention is sdpa
+        assert module.scaled_dot_product_attention is F.scaled_dot_product_attention is sdpa
+    assert sys.modules.pop("a_model").scaled_dot_product_attention is original
+    with pytest.raises(KeyError), torch_bridge.patch():
+        raise KeyError
+    assert F.scaled_dot_product_attention is original
+
+
+def test_autocast():
+    a = normal(2, 3, 5, 4, dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        u, du = jvp(lambda a: sdpa(a, a, a), (a,), (torch.ones_like(a),))
+        assert sdpa(a.double(), a.double(), a.double()).dtype == torch.float64
+        bare = sdpa(a.bfloat16(), a.bfloat16(), a.bfloat16())
+    (u - du.detach()).float().sum().backward()
+    assert u.dtype == du.dtype == torch.bfloat16
+    assert a.grad.dtype == torch.float32
+    outside = sdpa(a.bfloat16(), a.bfloat16(), a.bfloat16())
+    assert torch.equal(u, outside)  # autocast does not reach into the computation
+    assert torch.equal(bare, outside)
+
+
+def test_imports_no_jax():
+    code = """
+import sys, torch, torch_bridge, torch_bridge.launch
+x = torch.ones(1, 1, 2, 4, requires_grad=True)
+torch_bridge.scaled_dot_product_attention(x, x, x).sum().backward()
+print([m for m in sys.modules if m.split(".")[0] in ("jax", "jaxlib", "jax_triton")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# ------------------------------------------------------------------------------------------------ kernels, interpreted
+
+
+class NumpyLauncher:
+    """The kernels on torch CPU tensors, through Triton's interpreter."""
+
+    target = "interpret"
+    descriptors = False
+
+    def strides(self, array):
+        return array.stride()
+
+    def round_to_tf32(self, array):
+        return array
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        results = [torch.empty(o.shape, dtype=getattr(torch, o.dtype)).fill_(torch.nan) for o in outputs]
+        arrays = [memory(a if a is not None else results[0]) for a in inputs]
+        interpret.launch(kernel, (grid,), *arrays, *scalars, *map(memory, results), **constants)
+        return results
+
+
+def memory(a):
+    """From its first element on, what a strided tensor lies in."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True))
+    flat = a.as_strided((extent,), (1,))
+    return flat.view(torch.int16).numpy().view(bfloat16) if a.dtype == torch.bfloat16 else flat.numpy()
+
+
+def dense(*shape, seed):
+    return normal(*shape, seed=seed, dtype=torch.float32)
+
+
+LAYOUTS = {
+    "BHLD": lambda n, heads, seed: dense(1, heads, n, 8, seed=seed),
+    "BLHD": lambda n, heads, seed: dense(1, n, heads, 8, seed=seed).transpose(1, 2),
+    "packed": lambda n, heads, seed: dense(1, n, 3, heads, 8, seed=seed)[:, :, 1].transpose(1, 2),
+    "channels-strided": lambda n, heads, seed: dense(1, heads, 8, n, seed=seed).mT,
+    "expanded": lambda n, heads, seed: dense(1, 1, n, 8, seed=seed).expand(1, heads, n, 8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_read_torch_layouts(layout):
+    """Each operator, by the kernels and by the reference, on strided tensors whose tangents are strided otherwise."""
+    launch = pytest.importorskip("torch_bridge.launch")
+    make, other = LAYOUTS[layout], LAYOUTS["BLHD"]
+    heads = 2, 1, 1
+    x = *(make(n, h, i) for i, (n, h) in enumerate(zip((19, 17, 17), heads, strict=True))), None
+    tx = other(19, 2, 5), None, make(17, 1, 6), None
+    problem = Problem(0.3, is_causal=True)
+    o, lse, t_o, mu = reference.run("forward_dual", problem, x, tx)
+    cy, cty = (LAYOUTS["BHLD"](19, 2, 7), None), (LAYOUTS["packed"](19, 2, 8), mu.sin())
+    y, ty = (o, lse), (t_o, mu)
+    calls = dict(
+        forward=dict(),
+        forward_dual=dict(tx=tx),
+        tangent=dict(tx=tx, y=y),
+        backward=dict(cy=cy, y=y, want=[True, False, True, False]),
+        backward_dual=dict(tx=tx, cy=cy, cty=cty, y=y, ty=ty, want=[True, True, True, False, True, False, True, False]),
+    )
+    for name, groups in calls.items():
+        got = launch.run(NumpyLauncher(), name, problem, x, **groups)
+        want = reference.run(name, problem, x, **groups)
+        assert len(got) == dict(forward=2, forward_dual=4, tangent=2, backward=4, backward_dual=8)[name]
+        for a, b in zip(got, want, strict=False):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.shape == b.shape
+                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_kernels_in_bfloat16():
+    launch = pytest.importorskip("torch_bridge.launch")
+    x = *(LAYOUTS["packed"](17, 2, i).bfloat16() for i in range(3)), None
+    tx = *(LAYOUTS["packed"](17, 2, 5 + i).bfloat16() for i in range(3)), None
+    problem = Problem(0.3)
+    got = launch.run(NumpyLauncher(), "forward_dual", problem, x, tx=tx)
+    for a, b in zip(got, reference.run("forward_dual", problem, x, tx), strict=True):
+        np.testing.assert_allclose(a.float(), b.float(), rtol=0.02, atol=0.02)

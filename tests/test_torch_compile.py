@@ -1,0 +1,229 @@
+"""torch.compile and torch.export: right numbers by the kernels of eager mode, or a clear error; never wrong numbers."""
+
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch._dynamo import reset  # noqa: E402
+from torch.func import grad, hessian, jacfwd, jvp, vmap  # noqa: E402
+
+import torch_bridge  # noqa: E402
+from test_torch_derivatives import of_query, square  # noqa: E402
+from test_torch_oracle import (  # noqa: E402
+    Model,
+    batch,
+    by_func,
+    by_level,
+    check,
+    gradients,
+    loss,
+    naive,
+    plain_loss,
+)
+from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+
+torch.manual_seed(0)
+q, k, v, tq, tk, tv = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(6))
+x, tx = (q, k, v), (tq, tk, tv)
+SLOW_INDUCTOR = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # it compiles C++
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def compiled(f, backend, fullgraph=True, **options):
+    return torch.compile(f, backend=backend, fullgraph=fullgraph, **options)
+
+
+# ------------------------------------------------------------------------------------------------ a training step
+
+STEPS = {  # the loss, its arguments, launches
+    "plain": (plain_loss, (), "FFBB"),
+    "func-stopped": (loss, (by_func, False), "DDBB"),
+    "func-through": (loss, (by_func, True), "DDSS"),
+    "level-stopped": (loss, (by_level, False), "DDBB"),
+    "level-through": (loss, (by_level, True), "DDSS"),
+}
+
+
+def step(run, f, arguments, attention=sdpa):
+    data = batch() if f is plain_loss else (batch(),)
+    return gradients(Model(attention), lambda net: run(net, *arguments, *data))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("name", STEPS)
+def test_step(name, fullgraph):
+    f, arguments, launches = STEPS[name]
+    run = compiled(lambda *a: f(*a), "aot_eager", fullgraph)
+    by_jvp = (by_func, *arguments[1:]) if arguments else ()  # torch's dual level trips over its own softmax
+    check(lambda: step(run, f, arguments), lambda: step(f, f, by_jvp, naive), launches)
+
+
+@pytest.mark.parametrize("name", ["func-stopped", pytest.param("plain", marks=pytest.mark.slow)])
+def test_step_by_inductor(name):
+    f, arguments, launches = STEPS[name]
+    run = compiled(lambda *a: f(*a), "inductor")
+    check(lambda: step(run, f, arguments), lambda: step(f, f, arguments, naive), launches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("derivative", [by_func, by_level])
+def test_gradient_through_the_jvp_by_inductor(derivative):
+    """inductor writes into the zero tangents of biases (pytorch#177261), whatever the attention; an option prevents it."""
+    for attention in (sdpa, naive):
+        reset()
+        with pytest.raises(RuntimeError, match="ZeroTensor"):
+            step(compiled(lambda *a: loss(*a), "inductor"), loss, (derivative, True), attention)
+    run = torch.compile(lambda *a: loss(*a), fullgraph=True, options={"allow_buffer_reuse": False})
+    check(lambda: step(run, loss, (derivative, True)), lambda: step(loss, loss, (by_func, True), naive), "DDSS")
+
+
+# ------------------------------------------------------------------------------------------------ from inside
+
+INSIDE = {
+    "jvp-of-grad": (lambda s: jvp(grad(square(s), (0, 1, 2)), x, tx), "DS"),
+    "grad-of-jvp": (lambda s: grad(lambda *x: square(lambda *x: jvp(s, x, tx)[1])(*x), (0, 1, 2))(*x), "DS"),
+    "grad-of-grad": (lambda s: grad(lambda q: (grad(square(of_query(s)))(q) * tq).sum())(q), None),
+    "jvp-of-jvp": (lambda s: jvp(lambda q: jvp(of_query(s), (q,), (tq,))[1], (q,), (tk,)), ""),
+    "hessian": (lambda s: hessian(square(of_query(s)))(q), "FTS"),
+    "jacfwd": (lambda s: jacfwd(of_query(s))(q), "FT"),
+    "vmap-of-jvp": (lambda s: vmap(lambda t: jvp(of_query(s), (q,), (t,))[1])(torch.stack([tq, tk])), "FT"),
+    "bias": (lambda s: jvp(lambda q, b: s(q, k, v, attn_mask=b), (q, tq[:1, :, :, :1]), (tq, tk[:1, :, :, :1])), "D"),
+    "GQA-causal": (
+        lambda s: jvp(lambda k: s(q, k, v[:, :1], is_causal=True, enable_gqa=True), (k[:, :1],), (tk[:, :1],)),
+        "D",
+    ),
+    "packed": (lambda s: packed(s, torch.stack([q, k, v], 2)), "F"),
+}
+
+
+def packed(s, qkv):
+    if s is naive:
+        return naive(*qkv.transpose(1, 3).unbind(2)).transpose(1, 2)
+    return torch_bridge.flash_attn_qkvpacked_func(qkv)
+
+
+@pytest.mark.parametrize("backend", SLOW_INDUCTOR)
+@pytest.mark.parametrize("name", INSIDE)
+def test_transformation_inside(name, backend):
+    f, launches = INSIDE[name]
+    want = vmapped_naive if name == "vmap-of-jvp" else lambda: f(naive)
+    check(lambda: compiled(lambda: f(sdpa), backend)(), want, launches)
+
+
+def vmapped_naive():
+    return torch.stack([jvp(of_query(naive), (q,), (t,))[1] for t in (tq, tk)])
+
+
+@pytest.mark.parametrize("backend", SLOW_INDUCTOR)
+def test_dynamic_shapes(backend):
+    run = compiled(lambda s, *x: jvp(s, x, x), backend, dynamic=True)
+    cut = lambda n: [a[:, :, :n].clone() for a in x]
+    check(
+        lambda: [run(sdpa, *cut(n)) for n in (5, 4, 3)],
+        lambda: [jvp(naive, tuple(cut(n)), tuple(cut(n))) for n in (5, 4, 3)],
+        "DDD",
+    )
+
+
+def test_errors_reach_the_user():
+    with pytest.raises(Exception, match="dropout_p"):
+        compiled(lambda: sdpa(q, k, v, dropout_p=0.5), "aot_eager", fullgraph=False)()
+    with pytest.raises(Exception, match="enable_gqa"):
+        compiled(lambda: sdpa(q, k[:, :2], v[:, :2]), "aot_eager", fullgraph=False)()
+
+
+def test_patched_model():
+    def patched():
+        net = Model(lambda *x: nn.functional.scaled_dot_product_attention(*x))
+        with torch_bridge.patch():
+            return gradients(net, lambda net: compiled(lambda *a: loss(*a), "aot_eager")(net, by_func, False, batch()))
+
+    check(patched, lambda: gradients(Model(naive), lambda net: loss(net, by_func, False, batch())), "DDBB")
+
+
+# ------------------------------------------------------------------------------------------------ from outside
+
+
+def outside(derivative, backend, fullgraph):
+    """A compiled model, differentiated from outside."""
+    net = Model()
+    return gradients(net, lambda _: loss(compiled(net, backend, fullgraph), derivative, False, batch()))
+
+
+@pytest.mark.parametrize("backend", SLOW_INDUCTOR)
+def test_jvp_of_a_compiled_model(backend):
+    """torch runs it without compilation, and refuses where that is not allowed."""
+    want = lambda: gradients(Model(naive), lambda net: loss(net, by_func, False, batch()))
+    check(lambda: outside(by_func, backend, False), want, "DDBB")
+    reset()
+    with pytest.raises(Exception, match="Unsupported functorch tracing attempt"):
+        outside(by_func, backend, True)
+    with torch.no_grad():
+        check(
+            lambda: by_func(compiled(Model(), backend, False), *batch()), lambda: by_func(Model(naive), *batch()), "DD"
+        )
+
+
+@pytest.mark.parametrize("backend", SLOW_INDUCTOR)
+def test_dual_level_around_a_compiled_model_is_refused(backend):
+    """torch loses the tangents of all inputs there, silently (pytorch#187284)."""
+    with pytest.raises(RuntimeError, match="loses the tangents"):
+        outside(by_level, backend, False)
+
+
+@pytest.mark.parametrize("backend", SLOW_INDUCTOR)
+def test_dual_level_around_a_compiled_model_without_gradients(backend):
+    with torch.no_grad():
+        run = lambda: by_level(compiled(Model(), backend, False), *batch())
+        if backend == "inductor":
+            with pytest.raises(RuntimeError, match="loses the tangents"):
+                run()
+        else:
+            check(run, lambda: by_func(Model(naive), *batch()), "DD")
+
+
+def test_double_backward_of_a_compiled_function_is_refused_by_torch():
+    a = q.clone().requires_grad_()
+    (first,) = torch.autograd.grad(compiled(square(of_query(sdpa)), "aot_eager")(a), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(first.sum(), a)
+
+
+# ------------------------------------------------------------------------------------------------ export
+
+
+class Attention(nn.Module):
+    forward = staticmethod(sdpa)
+
+
+class Derivative(nn.Module):
+    def forward(self, *x):
+        return jvp(sdpa, x, x)
+
+
+def operators_in(program):
+    return [str(n.target).split(".")[1] for n in program.graph.nodes if "torch_bridge" in str(n.target)]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="fails inside of torch: Expected FakeTensor")
+def test_export():
+    with torch.no_grad():
+        for strict in (True, False):
+            assert operators_in(torch.export.export(Attention(), x, strict=strict)) == ["forward"]
+        program = torch.export.export(Derivative(), x).run_decompositions()
+        assert operators_in(program) == ["forward_dual"]
+        check(lambda: program.module()(*x), lambda: jvp(naive, x, x), "D")
+    length = torch.export.Dim("length", min=2)
+    program = torch.export.export(Attention(), x, dynamic_shapes=[{2: length}] * 3)
+    cut = [a[:, :, :3] for a in x]
+    check(lambda: program.module()(*cut), lambda: naive(*cut), "F")

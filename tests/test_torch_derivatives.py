@@ -1,0 +1,397 @@
+"""Every order and mode of differentiation in PyTorch: values against naive float64 attention, and what is launched."""
+
+import gc
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.autograd import forward_ad  # noqa: E402
+from torch.func import (  # noqa: E402
+    functional_call,
+    functionalize,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from test_torch_oracle import (  # noqa: E402
+    Model,
+    batch,
+    by_func,
+    by_level,
+    check,
+    gradients,
+    launched,
+    loss,
+    naive,
+    plain_loss,
+)
+from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+from torch_bridge.operators import ops  # noqa: E402
+
+torch.manual_seed(0)
+q, k, v, tq, tk, tv = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(6))
+x, tx = (q, k, v), (tq, tk, tv)
+bias, t_bias = torch.randn(3, 1, 5, dtype=torch.float64), torch.randn(3, 1, 5, dtype=torch.float64)
+
+
+def of_query(s):
+    return lambda q: s(q, k, v)
+
+
+def with_bias(s):
+    return lambda q, b: s(q, k, v, attn_mask=b)
+
+
+def square(f):
+    return lambda *x: (f(*x) ** 2).sum()
+
+
+def slope(f):
+    """Of the square of the tangent: what a gradient through a JVP is taken of."""
+    return lambda q: (jvp(f, (q,), (tq,))[1] ** 2).sum()
+
+
+def lead(*arrays):
+    return tuple(a.unsqueeze(1) for a in arrays)
+
+
+def level(s):
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(s(forward_ad.make_dual(q, tq), k, forward_ad.make_dual(v, tv))))
+
+
+def leaves_of_backward(s):
+    arrays = [a.clone().requires_grad_() for a in x]
+    square(s)(*arrays).backward()
+    return [a.grad for a in arrays]
+
+
+def double_backward(s):
+    arrays = [a.clone().requires_grad_() for a in x]
+    first = torch.autograd.grad(square(s)(*arrays), arrays, create_graph=True)
+    return torch.autograd.grad(sum((a * t).sum() for a, t in zip(first, tx, strict=True)), arrays)
+
+
+def forward_over_reverse(s, create_graph):
+    arrays = [a.clone().requires_grad_() for a in x]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(a, t) for a, t in zip(arrays, tx, strict=True)]
+        got = torch.autograd.grad(square(s)(*duals), duals, create_graph=create_graph)
+        return [forward_ad.unpack_dual(a).tangent for a in got]
+
+
+def batched_gradients(s):
+    a = q.clone().requires_grad_()
+    return torch.autograd.grad(of_query(s)(a), a, torch.stack([tq, tk]), is_grads_batched=True)
+
+
+# name: (function of attention, launches); F forward, D forward_dual, T tangent, B backward, S backward_dual
+DERIVATIVES = {
+    "value": (lambda s: s(*x), "F"),
+    "backward": (leaves_of_backward, "FB"),
+    "grad": (lambda s: grad(square(s), (0, 1, 2))(*x), "FB"),
+    "vjp": (lambda s: vjp(s, *x)[1](tq), "FB"),
+    "jvp": (lambda s: jvp(s, x, tx), "D"),
+    "jvp-of-query": (lambda s: jvp(of_query(s), (q,), (tq,)), "D"),
+    "jvp-of-value": (lambda s: jvp(lambda v: s(q, k, v), (v,), (tv,)), "D"),
+    "dual-level": (level, "D"),
+    "linearize": (
+        lambda s: jvp(s, x, tx)[1] if s is naive else linearize(s, *x)[1](*tx),
+        "FDD",
+    ),  # runs it twice, then once
+    "jvp-stopped": (
+        lambda s: grad(lambda q: (of_query(s)(q) * jvp(of_query(s), (q,), (tq,))[1].detach()).sum())(q),
+        "FDB",
+    ),
+    # second order
+    "jvp-of-grad": (lambda s: jvp(grad(square(s), (0, 1, 2)), x, tx), "DS"),
+    "grad-of-jvp": (lambda s: grad(lambda *x: square(lambda *x: jvp(s, x, tx)[1])(*x), (0, 1, 2))(*x), "DS"),
+    "grad-of-grad": (lambda s: grad(lambda q: (grad(square(of_query(s)))(q) * tq).sum())(q), "FTBBS"),
+    "jvp-around-vjp": (
+        lambda s: jvp(lambda q: vjp(of_query(s), q)[0], (q,), (tq,)),
+        "D",
+    ),  # an inner level without tangents
+    "double-backward": (double_backward, "FTBBS"),
+    "forward-over-reverse": (lambda s: forward_over_reverse(s, False), "DS"),
+    "forward-over-reverse-graph": (lambda s: forward_over_reverse(s, True), "DS"),
+    "hessian": (lambda s: hessian(square(of_query(s)))(q), "FTS"),
+    # many at once
+    "jacfwd": (lambda s: jacfwd(of_query(s))(q), "FT"),
+    "jacrev": (lambda s: jacrev(of_query(s))(q), "FB"),
+    "is-grads-batched": (batched_gradients, "FBB"),
+    "vmap": (lambda s: vmap(s)(*lead(*x)), "F"),
+    "vmap-in-dims": (lambda s: vmap(s, (3, None, 0), 1)(q.movedim(0, 2)[None], k[:1], v[:, None]), "F"),
+    "vmap-of-jvp": (lambda s: vmap(lambda *a: jvp(s, a[:3], a[3:]))(*lead(*x, *tx)), "D"),
+    "vmap-of-tangents": (lambda s: vmap(lambda t: jvp(of_query(s), (q,), (t,))[1])(torch.stack([tq, tk])), "FT"),
+    "jvp-of-vmap": (lambda s: jvp(vmap(s), lead(*x), lead(*tx)), "D"),
+    "vmap-of-jvp-of-grad": (lambda s: vmap(lambda *a: jvp(grad(square(s)), a[:3], a[3:]))(*lead(*x, *tx)), "DS"),
+    "vmap-of-grad-of-grad": (
+        lambda s: vmap(grad(lambda q: (grad(square(of_query(s)))(q) * tq).sum()))(torch.stack([q, tk])),
+        "FTBBS",
+    ),
+    "jvp-of-functionalize": (lambda s: jvp(functionalize(s), x, tx), None),
+    # a bias
+    "bias-jvp": (lambda s: jvp(with_bias(s), (q, bias), (tq, t_bias)), "D"),
+    "bias-jvp-alone": (lambda s: jvp(lambda b: with_bias(s)(q, b), (bias,), (t_bias,)), "D"),
+    "bias-jvp-of-grad": (lambda s: jvp(grad(square(with_bias(s)), (0, 1)), (q, bias), (tq, t_bias)), "DS"),
+    "bias-vmap-of-grad": (
+        lambda s: vmap(grad(square(lambda b, q: s(q[None], k[:1], v[:1], attn_mask=b))), (None, 0))(bias, q),
+        "FB",
+    ),
+    "bias-vmap": (lambda s: vmap(lambda q, k, v: s(q, k, v, attn_mask=bias))(*lead(*x)), "F"),
+    "bias-vmap-of-tangents": (
+        lambda s: vmap(lambda t: jvp(lambda b: with_bias(s)(q, b), (bias,), (t,))[1])(bias[None]),
+        "FT",
+    ),
+    "bias-jacrev": (lambda s: jacrev(lambda b: with_bias(s)(q, b)[0, 0, 0])(bias), "FB"),
+    "bias-hessian": (lambda s: hessian(lambda b: square(with_bias(s))(q, b))(bias), "FTS"),
+    # third order and more: partly the reference, which is not counted
+    "jvp-of-jvp": (lambda s: jvp(lambda *x: jvp(s, x, tx)[1], x, (tv, tq, tk)), ""),
+    "jvp-of-jvp-of-query": (lambda s: jvp(lambda q: jvp(of_query(s), (q,), (tq,))[1], (q,), (tk,)), ""),
+    "grad-of-grad-of-grad": (
+        lambda s: grad(lambda q: (grad(lambda q: (grad(square(of_query(s)))(q) * tq).sum())(q) * tk).sum())(q),
+        None,
+    ),
+    "jvp-of-grad-of-jvp": (lambda s: jvp(grad(slope(of_query(s))), (q,), (tk,)), ""),
+    "grad-of-jvp-of-jvp": (
+        lambda s: grad(square(lambda q: jvp(lambda q: jvp(of_query(s), (q,), (tq,))[1], (q,), (tk,))[1]))(q),
+        "",
+    ),
+    "vmap-of-jvp-of-jvp": (
+        lambda s: vmap(lambda t: jvp(lambda q: jvp(of_query(s), (q,), (t,))[1], (q,), (tk,))[1])(torch.stack([tq, tv])),
+        "",
+    ),
+    "fourth-order": (
+        lambda s: jvp(grad(lambda q: (grad(slope(of_query(s)))(q) * tv).sum()), (q,), (tk,)),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("derivative", "launches"), DERIVATIVES.values(), ids=DERIVATIVES)
+def test_derivative(derivative, launches):
+    check(lambda: derivative(sdpa), lambda: derivative(naive), launches, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_recording(mode):
+    with mode():
+        check(lambda: sdpa(*x), lambda: naive(*x), "F")
+        check(lambda: jvp(sdpa, x, tx), lambda: jvp(naive, x, tx), "D")
+        check(lambda: grad(square(sdpa))(*x), lambda: grad(square(naive))(*x), "FB")
+
+
+def test_the_graph_is_freed_without_the_garbage_collector():
+    count = lambda: sum(type(o).__name__ == "_RecordBackward" for o in gc.get_objects())
+    gc.collect()
+    gc.disable()
+    try:
+        before, a = count(), q.clone().requires_grad_()
+        with forward_ad.dual_level():
+            out = sdpa(forward_ad.make_dual(a, tq), k, v)
+        assert count() == before + 1
+        del out
+        assert count() == before
+    finally:
+        gc.enable()
+
+
+def test_reverse_mode_twice_inside_an_open_level_is_refused():
+    """The tangents of such gradients would be lost: never silently."""
+    a = q.clone().requires_grad_()
+    with forward_ad.dual_level():
+        (first,) = torch.autograd.grad(square(of_query(sdpa))(forward_ad.make_dual(a, tq)), a, create_graph=True)
+        with pytest.raises(RuntimeError, match="close the level"):
+            torch.autograd.grad(first.sum(), a)
+    (again,) = torch.autograd.grad(square(of_query(sdpa))(a), a, create_graph=True)
+    torch.testing.assert_close(first.detach(), again.detach())
+
+
+# ------------------------------------------------------------------------------------------------ a training step
+
+
+def train(derivative, through, attention=sdpa):
+    return gradients(Model(attention), lambda net: loss(net, derivative, through, batch()))
+
+
+@pytest.mark.parametrize("derivative", [by_func, by_level])
+@pytest.mark.parametrize(("through", "launches"), [(False, "DDBB"), (True, "DDSS")], ids=["stopped", "through"])
+def test_consistency_step(derivative, through, launches):
+    """One fused forward a layer; a stopped tangent costs the plain backward."""
+    check(lambda: train(derivative, through), lambda: train(by_func, through, naive), launches)
+
+
+@pytest.mark.parametrize("through", [False, True], ids=["stopped", "through"])
+def test_backward_before_the_level_is_closed(through):
+    def inside(net):
+        data = batch()
+        with forward_ad.dual_level():
+            t = forward_ad.make_dual(data[1], torch.ones_like(data[1]))
+            u, du_dt = forward_ad.unpack_dual(net(forward_ad.make_dual(data[0], data[3]), t, data[2]))
+            target = data[3] - 0.3 * du_dt
+            value = ((u - (target if through else target.detach())) ** 2).mean()
+            value.backward()
+            return [value.detach(), *(forward_ad.unpack_dual(p.grad).primal.clone() for p in net.parameters())]
+
+    check(lambda: inside(Model()), lambda: train(by_func, through, naive))
+
+
+def test_per_sample_gradients():
+    def per_sample(attention):
+        net = Model(attention)
+        parameters = {name: p.detach() for name, p in net.named_parameters()}
+        one = lambda p, x, t, r: (functional_call(net, p, (x[None], t[None], r[None])) ** 2).mean()
+        return vmap(grad(one), (None, 0, 0, 0))(parameters, *batch()[:3])
+
+    check(lambda: per_sample(sdpa), lambda: per_sample(naive), "FFBB")
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, attention, reentrant):
+        super().__init__()
+        self.net, self.reentrant = Model(attention), reentrant
+
+    def forward(self, x, t, r):
+        return checkpoint(self.net, x, t, r, use_reentrant=self.reentrant)
+
+
+def requiring(data):
+    return [a.clone().requires_grad_() for a in data]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_of_a_plain_step(reentrant):
+    step = lambda attention: gradients(
+        Checkpointed(attention, reentrant), lambda net: plain_loss(net, *requiring(batch()))
+    )
+    want = lambda: gradients(Model(naive), lambda net: plain_loss(net, *batch()))
+    check(lambda: step(sdpa), want, "FFFFBB")
+
+
+@pytest.mark.parametrize(("derivative", "reentrant"), [(by_func, False), (by_func, True), (by_level, False)])
+def test_checkpoint_around_the_jvp(derivative, reentrant):
+    def around(net):
+        f = lambda *data: loss(net, derivative, False, data)
+        return checkpoint(f, *requiring(batch()), use_reentrant=reentrant)
+
+    check(lambda: gradients(Model(), around), lambda: train(by_func, False, naive), "DDDDBB")
+
+
+@pytest.mark.parametrize("derivative", [by_func, by_level])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_inside_the_jvp_is_refused_by_torch(derivative, reentrant):
+    """As with any operator; checkpoint around the JVP instead."""
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        gradients(Checkpointed(sdpa, reentrant), lambda net: loss(net, derivative, False, batch()))
+
+
+# ------------------------------------------------------------------------------------------------ torch's own checks
+
+
+def empty_row():
+    mask = torch.ones(2, 1, 3, 4, dtype=torch.bool)
+    mask[0, 0, 1], mask[1, 0, :, 2] = False, False
+    return mask
+
+
+def numbers(*shape):
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    ).requires_grad_()
+
+
+SMALL = numbers(2, 2, 3, 2), numbers(2, 2, 4, 2), numbers(2, 2, 4, 3)
+GRADCHECKS = {
+    "Ev3": (sdpa, SMALL),
+    "causal": (lambda *x: sdpa(*x, is_causal=True), [numbers(1, 2, 3, 2) for _ in range(3)]),
+    "GQA": (lambda *x: sdpa(*x, enable_gqa=True), (numbers(1, 4, 3, 2), numbers(1, 2, 3, 2), numbers(1, 2, 3, 2))),
+    "bias": (sdpa, (*SMALL, numbers(3, 4))),
+    "empty-row": (lambda *x: sdpa(*x, attn_mask=empty_row()), SMALL),
+}
+
+
+@pytest.mark.parametrize(("f", "x"), GRADCHECKS.values(), ids=GRADCHECKS)
+def test_gradcheck(f, x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.autograd.gradcheck(
+            f, x, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+        )
+
+
+@pytest.mark.parametrize(("f", "x"), GRADCHECKS.values(), ids=GRADCHECKS)
+def test_gradgradcheck(f, x):
+    """In float64; forward over reverse, and reverse over reverse also mapped over."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.autograd.gradgradcheck(f, x, check_fwd_over_rev=True, check_batched_grad=True)
+
+
+def operands():
+    inputs, tangents = (*SMALL, None), (SMALL[0].detach().sin(), None, SMALL[2].detach().cos(), None)
+    static = (False, 0.5)
+    o, lse, t_o, mu = (a.detach() for a in ops.forward_dual(*inputs, *tangents, *static))
+    mask = numbers(1, 2, 1, 4)
+    return {
+        "forward": (*inputs, *static),
+        "forward-bias": (*SMALL, mask, *static),
+        "forward_dual": (*inputs, *tangents, *static),
+        "tangent": (*inputs, *tangents, o, lse, *static),
+        "backward": (*inputs, t_o, None, o, lse, *static, [True, False, True, False]),
+        "backward-bias": (*SMALL, mask, t_o, mu, o, lse, *static, [True, True, True, True]),
+        "backward_dual": (
+            *inputs,
+            *tangents,
+            o,
+            None,
+            t_o,
+            mu,
+            o,
+            lse,
+            t_o,
+            mu,
+            *static,
+            [True] * 3 + [False, True] + [False] * 3,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", operands())
+def test_opcheck(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = torch.library.opcheck(getattr(ops, name.split("-")[0]).default, operands()[name])
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_flops_are_counted():
+    a = torch.randn(2, 2, 64, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        u, du = jvp(lambda a: sdpa(a, a, a), (a,), (torch.ones_like(a),))
+        (u - du.detach()).sum().backward()
+    assert counter.get_total_flops() == 2 * (6 + 5) * 4 * 64 * 64 * 16
+
+
+def test_meta_and_fake_tensors():
+    launched()
+    a = torch.empty(2, 3, 5, 4, device="meta", requires_grad=True)
+    u, du = jvp(lambda a: sdpa(a, a, a), (a,), (a.detach(),))
+    (u + du).sum().backward()
+    assert a.grad.device.type == "meta"
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.randn(2, 3, 5, 4)
+        assert jvp(lambda a: sdpa(a, a, a), (fake,), (fake,))[1].shape == fake.shape
+    assert launched() == ""

@@ -1,0 +1,141 @@
+"""What the PyTorch tests share: naive attention as their oracle, launches by operator, and the models that they train.
+
+A string of letters says what was launched: F forward, D forward_dual, T tangent, B backward, S backward_dual (second
+order).
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+from torch.func import jvp  # noqa: E402
+
+from torch_bridge import operators, scaled_dot_product_attention  # noqa: E402
+
+torch.set_num_threads(1)
+LETTERS = dict(forward="F", forward_dual="D", tangent="T", backward="B", backward_dual="S")
+
+
+def naive(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    """Attention as it is written down, which PyTorch differentiates."""
+    if enable_gqa:
+        key, value = (a.repeat_interleave(query.shape[-3] // a.shape[-3], -3) for a in (key, value))
+    s = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    hidden = torch.zeros(s.shape[-2:], dtype=torch.bool, device=s.device)
+    if is_causal:
+        hidden = ~(~hidden).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        hidden = hidden | ~attn_mask
+    elif attn_mask is not None:
+        s = s + attn_mask
+    s = s.masked_fill(hidden, -torch.inf)
+    nowhere = hidden.all(-1, keepdim=True)
+    return torch.softmax(s.masked_fill(nowhere, 0), -1).masked_fill(nowhere, 0) @ value
+
+
+def leaves(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [a for branch in (tree.values() if isinstance(tree, dict) else tree) for a in leaves(branch)]
+
+
+def launched():
+    """The letters of what was launched since they were last asked for."""
+    letters = "".join(letter * operators.launches[name] for name, letter in LETTERS.items())
+    operators.launches.clear()
+    return letters
+
+
+def check(got, want, launches=None, tolerance=1e-12):
+    """got() equals want(), and launches these kernels (None: any)."""
+    launched()
+    results = leaves(got())
+    seen = launched()
+    expected = leaves(want())
+    assert len(results) == len(expected)
+    for a, b in zip(results, expected, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=tolerance, atol=tolerance)
+    assert launches in (None, seen)
+
+
+# ------------------------------------------------------------------------------------------------ a consistency step
+
+
+class Block(nn.Module):
+    def __init__(self, attention, width=8, heads=2):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention, self.heads = attention, heads
+
+    def forward(self, x):
+        q, k, v = (a.unflatten(-1, (self.heads, -1)).transpose(1, 2) for a in self.qkv(x).chunk(3, -1))
+        return x + self.out(torch.tanh(self.attention(q, k, v)).transpose(1, 2).flatten(-2))
+
+
+class Model(nn.Module):
+    """The network of a flow map, with two attention layers: net(x, t, r)."""
+
+    def __init__(self, attention=scaled_dot_product_attention, block=Block):
+        super().__init__()
+        torch.manual_seed(0)
+        self.time = nn.Linear(2, 8)
+        self.blocks = nn.ModuleList(block(attention) for _ in range(2))
+        self.double()
+
+    def forward(self, x, t, r):
+        x = x + self.time(torch.stack([t, r], -1)).unsqueeze(1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    x, v = (torch.randn(4, 5, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    t, r = (torch.rand(4, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, t, r, v
+
+
+def by_func(net, x, t, r, v):
+    return jvp(net, (x, t, r), (v, torch.ones_like(t), torch.zeros_like(r)))
+
+
+def by_level(net, x, t, r, v):
+    with forward_ad.dual_level():
+        out = net(forward_ad.make_dual(x, v), forward_ad.make_dual(t, torch.ones_like(t)), r)
+        return tuple(forward_ad.unpack_dual(out))
+
+
+def loss(net, derivative, through, data):
+    """MeanFlow's; `through`: with the gradient through the JVP."""
+    u, du_dt = derivative(net, *data)
+    target = data[3] - 0.3 * du_dt
+    return ((u - (target if through else target.detach())) ** 2).mean()
+
+
+def plain_loss(net, *data):
+    return (net(*data[:3]) ** 2).mean()
+
+
+def gradients(net, compute):
+    """compute(net) and its gradients."""
+    value = compute(net)
+    value.backward()
+    assert all(p.grad is not None for p in net.parameters())
+    return [value, *(p.grad for p in net.parameters())]
+
+
+# ------------------------------------------------------------------------------------------------ the oracle itself
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_oracle_agrees_with_torch(causal):
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
+    for arguments in (dict(is_causal=causal), dict(attn_mask=torch.rand(5, 5) > 0.5), dict(attn_mask=q[..., :5])):
+        expected = F.scaled_dot_product_attention(q, k, v, **arguments)
+        torch.testing.assert_close(naive(q, k, v, **arguments), expected)
+    expected = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True, scale=0.3)
+    torch.testing.assert_close(naive(q, k[:, :2], v[:, :2], enable_gqa=True, scale=0.3), expected)

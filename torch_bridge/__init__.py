@@ -1,0 +1,17 @@
+"""Attention for PyTorch whose derivatives, of any mode and order, run as flash kernels.  Imports no JAX."""
+
+from torch_bridge.attention import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    patch,
+    scaled_dot_product_attention,
+)
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "patch",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,107 @@
+"""Launching the kernels on torch tensors."""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from jax_flash_jvp.kernels import jobs
+from jax_flash_jvp.kernels.launcher import Output, Rows, pointers
+from jax_flash_jvp.problem import Operands, Problem, unserved
+
+
+class TorchLauncher:
+    """Launches on the device of the tensors, on its current stream."""
+
+    descriptors = True
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        major, minor = torch.cuda.get_device_capability(device)
+        self.target = 10 * major + minor
+
+    def strides(self, array: torch.Tensor) -> tuple[int, ...]:
+        return array.stride()
+
+    def empty(self, output: Output) -> torch.Tensor:
+        return torch.empty(output.shape, dtype=getattr(torch, output.dtype), device=self.device)
+
+    def round_to_tf32(self, array: torch.Tensor) -> torch.Tensor:
+        scaled = array * (2**13 + 1)  # Veltkamp's splitting
+        return scaled - (scaled - array)
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None) -> Any:
+        results = [self.empty(o) for o in outputs]
+        arguments = [_descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]
+        options = dict(constants) if registers is None else dict(constants, maxnreg=registers)
+        here = self.device.index == torch.cuda.current_device()
+        with contextlib.nullcontext() if here else torch.cuda.device(self.device):
+            kernel[(grid,)](
+                *arguments, *scalars, *results, **options,
+                num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
+            )  # fmt: skip
+        return results
+
+
+on = functools.cache(TorchLauncher)
+
+
+def _descriptor(rows: Rows) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    shape, strides, block = rows.view(rows.array.stride())
+    return TensorDescriptor(rows.array, [*shape], [*strides], [*block], _layout(block, rows.array.dtype))
+
+
+@functools.cache
+def _layout(block, dtype: torch.dtype) -> Any:
+    from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
+
+    return shared_layout(block, str(dtype).removeprefix("torch."))
+
+
+def served(x, problem: Problem) -> bool:
+    """Whether the kernels serve this call."""
+    return bool(x[0].numel() and x[1].numel()) and unserved(_operands(x, x), problem) is None
+
+
+def run(launcher, name, problem, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
+    """The results of an operator; None for a gradient that is not wanted."""
+    pairs = [_alike(a, t) for a, t in zip(x[:3], tx[:3], strict=True)]
+    x, t_x = _operands(x, [*(a for a, _ in pairs), x[3]]), _operands(x, [*(t for _, t in pairs), tx[3]])
+    y, ty, cy, cty = (a and (_by_length(a[0]), a[1] if a[1] is None else a[1].contiguous()) for a in (y, ty, cy, cty))
+    through_descriptors = (*x[:3], *t_x[:3], cy[0], cty[0])
+    if any(a is not None and (a.data_ptr() % 16 or 0 in a.stride()) for a in through_descriptors):
+        problem = dataclasses.replace(problem, implementation="portable")
+    if name.startswith("forward"):
+        y = jobs.forward(launcher, problem, x, t_x)
+        return [a if i % 2 else a.transpose(1, 2) for i, a in enumerate(y) if a is not None]
+    if name == "tangent":
+        t_o, mu = jobs.tangent(launcher, problem, x, *y, t_x)
+        return t_o.transpose(1, 2), mu
+    if name == "backward":
+        gradients = jobs.backward(launcher, problem, x, y, cy, want)[:4]
+    else:  # the tangent of the backward for the cotangents cty, whose tangents are cy
+        dtx, dx = jobs.backward_dual(launcher, problem, x, y, cty, (t_x, ty, cy), want[4:], want[:4])
+        gradients = (*dx[:4], *dtx[:4])
+    return [a if a is None or i % 4 == 3 else a.transpose(1, 2) for i, a in enumerate(gradients)]
+
+
+def _operands(x, values) -> Operands:
+    """`values` like x, the last of which is a bias or a mask."""
+    boolean = x[3] is not None and x[3].dtype == torch.bool
+    return Operands(*values[:3], mask=values[3]) if boolean else Operands(*values)
+
+
+def _by_length(a):
+    return None if a is None else a.transpose(1, 2).contiguous()
+
+
+def _alike(a, t):
+    """[B, T, N, D], strided but for the last axis; a tangent as its primal."""
+    by_length = a.transpose(1, 2)
+    if a.stride(-1) == 1 and (t is None or t.stride() == a.stride()):
+        return by_length, None if t is None else t.transpose(1, 2)
+    return by_length.contiguous(), _by_length(t)

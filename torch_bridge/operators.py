@@ -1,0 +1,145 @@
+"""The operators: what PyTorch's dispatcher, compiler and profiler see of a kernel, with the names of `reference.py`.
+
+    forward          x                         -> o, ℓ
+    forward_dual     x, tx                     -> o, ℓ, ȯ, μ
+    tangent          x, tx, y                  -> ȯ, μ
+    backward         x, cy, y                  -> the gradients of x
+    backward_dual    x, tx, cy, cty, y, ty     -> the gradients of x, and of tx
+
+A gradient that is not wanted is an empty tensor: a fixed number of tensors is what every dispatch key handles.
+"""
+
+import collections
+import math
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from jax_flash_jvp.problem import Problem
+from torch_bridge import reference
+
+GROUPS = {
+    "x": "Tensor q, Tensor k, Tensor v, Tensor? mask",
+    "tx": "Tensor? t_q, Tensor? t_k, Tensor? t_v, Tensor? t_mask",
+    "cy": "Tensor? d_o, Tensor? d_lse",
+    "cty": "Tensor? d_to, Tensor? d_mu",
+    "y": "Tensor o, Tensor lse",
+    "ty": "Tensor t_o, Tensor mu",
+}
+STATIC, WANT = "bool is_causal, float scale", "bool is_causal, float scale, bool[] want"
+OPERATORS = {  # tensors, what follows them, number of results, matrix products if nothing is absent
+    "forward": (["x"], STATIC + ", bool compiled=False", 2, 2),
+    "forward_dual": (["x", "tx"], STATIC, 4, 6),
+    "tangent": (["x", "tx", "y"], STATIC, 2, 5),
+    "backward": (["x", "cy", "y"], WANT, 4, 5),
+    "backward_dual": (["x", "tx", "cy", "cty", "y", "ty"], WANT, 8, 15),
+}
+library = torch.library.Library("torch_bridge", "DEF")
+ops = torch.ops.torch_bridge
+launches: collections.Counter[str] = collections.Counter()  # by operator, in this process: what tests count
+
+LOST = (
+    "a compiled function that contains attention was called inside a forward-mode level (torch.func.jvp or "
+    "forward_ad.dual_level), where torch.compile loses the tangents of its inputs (pytorch#187284): open the level "
+    "inside the compiled function, or call it before opening the level if its inputs have no tangents"
+)
+
+
+def split(name: str, args):
+    """The tensors in groups, and what follows them."""
+    args = iter(args)
+    return *(tuple(islice(args, 4 if group.endswith("x") else 2)) for group in OPERATORS[name][0]), tuple(args)
+
+
+def problem_of(q: Tensor, is_causal: bool, scale: float) -> Problem:
+    exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return Problem(scale, is_causal, precision="ieee" if exact else "tf32")
+
+
+def _by_length(like: Tensor, shape) -> Tensor:
+    """Uninitialised, in the memory order [B, T, N, D]: as the kernels write it."""
+    batch, heads, length, channels = shape
+    return like.new_empty((batch, length, heads, channels)).transpose(1, 2)
+
+
+def _allocate(name: str, q, k, v, mask, *rest) -> tuple[Tensor, ...]:
+    """The results, uninitialised: what fake and meta tensors give."""
+    if name.startswith("backward"):
+        x, new = (q, k, v, mask), (_by_length, _by_length, _by_length, Tensor.new_empty)
+        return tuple(new[i % 4](x[i % 4], x[i % 4].shape) if w else q.new_empty(0) for i, w in enumerate(rest[-1]))
+    shape, dtype, results = q.shape[:-1], torch.promote_types(q.dtype, torch.float32), OPERATORS[name][2]
+    new = partial(_by_length, q, (*shape, v.shape[-1])), partial(q.new_empty, shape, dtype=dtype)
+    return tuple(new[i % 2]() for i in range(results))
+
+
+def _compute(name: str, *args) -> tuple[Tensor, ...]:
+    *tensors, (is_causal, scale, *rest) = split(name, args)
+    if name == "forward" and rest == [True] and forward_ad._current_level >= 0:  # private
+        raise RuntimeError(LOST)
+    launches[name] += 1
+    q, problem = args[0], problem_of(args[0], is_causal, scale)
+    groups = dict(zip(OPERATORS[name][0], tensors, strict=True), want=args[-1] if name.startswith("backward") else ())
+    if q.is_cuda:
+        from torch_bridge import launch  # imports Triton
+
+        if launch.served(groups["x"], problem):
+            results = launch.run(launch.on(q.device), name, problem, **groups)
+            return tuple(q.new_empty(0) if a is None else a for a in results)
+    with torch.autocast(q.device.type, enabled=False):
+        values = reference.run(name, problem, **groups)
+    results = _allocate(name, *args)
+    for result, value in zip(results, values, strict=False):
+        result.zero_() if value is None else result.copy_(value)
+    return results
+
+
+def _fold(name: str, info, in_dims, *args):
+    """vmap: the mapped axis joins the batch axis, which a mask need not have unless its gradient is wanted."""
+
+    def lead(a, d):
+        return a.unsqueeze(0).expand(info.batch_size, *a.shape) if d is None else a.movedim(d, 0)
+
+    batch = lead(args[0], in_dims[0]).shape[1]
+    of_mask = name.startswith("backward") and any(args[-1][3::4])
+    shared = () if of_mask else (3, 7) if "tx" in OPERATORS[name][0] else (3,)
+    folded = list(args)
+    for i, (a, d) in enumerate(zip(args, in_dims, strict=True)):
+        if isinstance(a, Tensor) and not (i in shared and d is None and a.shape[0] == 1):
+            a = lead(a, d)
+            folded[i] = a.expand(-1, batch, *a.shape[2:]).flatten(0, 1)
+    results = [a if a.dim() == 1 else a.unflatten(0, (-1, batch)) for a in getattr(ops, name)(*folded)]
+    if of_mask and lead(args[3], in_dims[3]).shape[1] == 1:
+        results = [a.sum(1, keepdim=True) if i % 4 == 3 and a.dim() > 1 else a for i, a in enumerate(results)]
+    return tuple(results), tuple(None if a.dim() == 1 else 0 for a in results)
+
+
+def _fold_forward_dual(info, in_dims, *args):
+    if any(d is not None for d in in_dims[:4]):
+        return _fold("forward_dual", info, in_dims, *args)
+    results = _tangent_apart(partial(_fold, "tangent", info, (*in_dims[:8], None, None, None, None)), *args)
+    return (*results[:2], *results[2]), (None, None, *results[3])
+
+
+def _tangent_apart(tangent, *args):
+    """forward_dual of many tangents at one point, as in jacfwd: one forward."""
+    x, tx, static = split("forward_dual", args)
+    y = ops.forward(*x, *static)
+    return *y, *tangent(*x, *tx, *y, *static)
+
+
+for _name, (_groups, _static, _results, _products) in OPERATORS.items():
+    _schema = f"({', '.join(GROUPS[g] for g in _groups)}, {_static}) -> ({', '.join(['Tensor'] * _results)})"
+    library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+    library.impl(_name, torch.compiler.disable(partial(_compute, _name)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torch_bridge::{_name}", partial(_allocate, _name), lib=library)
+    _rule = _fold_forward_dual if _name == "forward_dual" else partial(_fold, _name)
+    torch.library.register_vmap(f"torch_bridge::{_name}", _rule, lib=library)
+    register_flop_formula(getattr(ops, _name))(
+        lambda q, k, v, *_, products=_products, **__: products * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    )
+# torch.autograd.functional.jacobian(strategy="forward-mode", vectorize=True), and gradcheck
+library.impl("forward_dual", partial(_tangent_apart, ops.tangent), "Batched")

@@ -1,0 +1,193 @@
+"""The derivatives of the operators, at the dispatcher's Autograd key.
+
+The dispatcher calls that key once per level of differentiation (torch.func.grad and torch.func.jvp, and the base level
+where requires_grad and forward_ad.dual_level live), the innermost first, and so does AOTAutograd when torch.compile
+traces.  Each call sees the tangents and the requires_grad of its own level alone; what it then calls below is the next
+level's problem.  So a rule never reasons about nesting, and Dynamo, to whom an operator is a black box, cannot drop it
+(pytorch#192985).
+
+    derivative of    forward mode                                  reverse mode
+    forward          forward_dual                                  backward
+    forward_dual     tangent if x is still, else the reference     backward (without cty) or backward_dual
+    tangent          tangent if x is still, else the reference     backward (x fixed) or backward_dual
+    backward         backward if x is still, else backward_dual    tangent, then backward_dual
+    backward_dual    the reference                                 the reference
+
+One convention holds throughout: y and ty are functions of x and tx, and get no cotangents.
+"""
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function  # private
+from torch.autograd import forward_ad
+
+from torch_bridge import reference
+from torch_bridge.operators import library, ops, problem_of, split
+
+NONE = (None,) * 4
+INSIDE = (
+    "a second derivative of attention was taken in reverse mode while the forward_ad.dual_level of its inputs is open: "
+    "close the level before you call backward, or use torch.func.jvp and torch.func.grad"
+)
+
+
+def _some(tensors) -> bool:
+    return any(t is not None for t in tensors)
+
+
+def _unpack(tensors):  # level=0: compiled graphs open the level in C++, where the default would not see it
+    pairs = [(None, None) if t is None else tuple(forward_ad.unpack_dual(t, level=0)) for t in tensors]
+    return tuple(p for p, _ in pairs), tuple(t for _, t in pairs)
+
+
+def _pack(primals, tangents, inputs=NONE):
+    """Dual tensors.  `inputs`: the duals behind them, while whose level is open they cannot be differentiated."""
+    n, both = len(primals), (*primals, *tangents)
+    if _some(inputs):
+        both = _record(_refuse, both, both, inputs)
+    pairs = zip(both[:n], both[n:], strict=True)
+    return tuple(p if t is None or p.dim() == 1 else forward_ad.make_dual(p, t, level=0) for p, t in pairs)
+
+
+def _below(op, *args):
+    with torch._C._AutoDispatchBelowAutograd():  # private: what every kernel at the Autograd key does
+        return op(*args)
+
+
+class _Record(torch.autograd.Function):
+    """Gives computed `outputs` the reverse rule pullback(inputs, outputs, kept, cotangents, wanted)."""
+
+    @classmethod
+    def apply(cls, *args):  # at this level only: Function.apply would visit every level
+        with enable_single_level_autograd_function():
+            return super(torch.autograd.Function, cls).apply(*args)
+
+    @staticmethod
+    def forward(ctx, pullback, outputs, kept, *inputs):
+        ctx.set_materialize_grads(False)  # a zero cotangent of a tangent would cost the dual backward
+        ctx.pullback, ctx.counts = pullback, (len(inputs), len(inputs) + len(outputs))
+        ctx.save_for_backward(*inputs, *outputs, *kept)
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx, *cotangents):
+        (n, m), wanted, saved = ctx.counts, ctx.needs_input_grad[3:], ctx.saved_tensors
+        if not _some(cotangents):
+            return (None,) * (3 + n)
+        gradients = ctx.pullback(saved[:n], saved[n:m], saved[m:], cotangents, wanted)
+        return None, None, None, *(g if w else None for g, w in zip(gradients, wanted, strict=True))
+
+
+def _record(pullback, outputs, inputs, kept=()):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        return _Record.apply(pullback, tuple(outputs), kept, *inputs)
+    return outputs
+
+
+def _refuse(inputs, outputs, kept, cotangents, wanted):
+    if _some(_unpack(kept)[1]):
+        raise RuntimeError(INSIDE)
+    return cotangents
+
+
+def _differentiable(inputs, wanted):
+    return [w and a is not None and a.is_floating_point() for a, w in zip(inputs, wanted, strict=True)]
+
+
+def _forward(*args):
+    x, static = args[:4], args[4:6]
+    px, tx = _unpack(x)
+    if _some(tx):
+        results = _dual(px, tx, static, kept=x)
+        return _pack(results[:2], results[2:])
+
+    def pullback(x, y, kept, cy, wanted):
+        return ops.backward(*x, *cy, *y, *static, _differentiable(x, wanted))
+
+    return _record(pullback, _below(ops.forward, *args), x)
+
+
+def _dual(x, tx, static, kept=()):
+    """forward_dual with its reverse rule.  `kept`: x with the tangents of a level that may still be open when the
+    backward runs; then the gradients have tangents too."""
+
+    def pullback(inputs, outputs, kept, cotangents, wanted):
+        (x, tx), y, ty, cy, cty = (inputs[:4], inputs[4:]), outputs[:2], outputs[2:], cotangents[:2], cotangents[2:]
+        want = _differentiable(inputs, wanted)
+        if _some(_unpack(kept)[1]):
+            x, y = kept, _pack(y, ty)
+        if _some(cty):
+            return ops.backward_dual(*x, *tx, *cy, *cty, *y, *ty, *static, want)
+        return *ops.backward(*x, *cy, *y, *static, want[:4]), *NONE
+
+    return _record(pullback, _below(ops.forward_dual, *x, *tx, *static), (*x, *tx), kept)
+
+
+def _forward_dual(*args):
+    x, tx, static = split("forward_dual", args)
+    (px, dx), (ptx, dtx) = _unpack(x), _unpack(tx)
+    if _some(dx):
+        return reference.forward_dual(x, tx, problem_of(x[0], *static))
+    if _some(dtx):
+        results = _dual(px, ptx, static)
+        return *results[:2], *_pack(results[2:], ops.tangent(*px, *dtx, *results[:2], *static), tx)
+    return _dual(x, tx, static)
+
+
+def _tangent(*args):
+    x, tx, y, static = split("tangent", args)
+    (px, dx), (ptx, dtx), (py, _) = _unpack(x), _unpack(tx), _unpack(y)
+    if _some(dx):
+        return reference.forward_dual(x, tx, problem_of(x[0], *static))[2:]
+    if _some(dtx):
+        return _pack(ops.tangent(*px, *ptx, *py, *static), ops.tangent(*px, *dtx, *py, *static), tx)
+
+    def pullback(inputs, ty, kept, cty, wanted):
+        x, tx, y, _ = split("tangent", inputs)
+        want = _differentiable(inputs[:8], wanted[:8])
+        if any(want[:4]):
+            return *ops.backward_dual(*x, *tx, None, None, *cty, *y, *ty, *static, want), None, None
+        return *NONE, *ops.backward(*x, *cty, *y, *static, want[4:]), None, None
+
+    return _record(pullback, _below(ops.tangent, *args), args[:10])
+
+
+def _backward(*args):
+    x, cy, y, (*static, want) = split("backward", args)
+    (px, tx), (pcy, tcy), (py, ty) = _unpack(x), _unpack(cy), _unpack(y)
+    if _some(tx):
+        ty = ty if all(t is not None for t in ty) else ops.tangent(*px, *tx, *py, *static)
+        both = ops.backward_dual(*px, *tx, *tcy, *pcy, *py, *ty, *static, [*want, *want])
+        return _pack(both[4:], both[:4], (*x, *cy))
+    if _some(tcy):
+        return _pack(ops.backward(*px, *pcy, *py, *static, want), ops.backward(*px, *tcy, *py, *static, want), cy)
+
+    def pullback(inputs, outputs, kept, c, wanted):
+        x, cy, y, _ = split("backward", inputs)
+        tx = tuple(t if w else None for t, w in zip(c, want, strict=True))
+        ty, dx = ops.tangent(*x, *tx, *y, *static), NONE
+        if any(wanted[:4]):
+            flags = [*_differentiable(x, wanted[:4]), *[False] * 4]
+            dx = ops.backward_dual(*x, *tx, None, None, *cy, *y, *ty, *static, flags)[:4]
+        return *dx, *ty, None, None
+
+    return _record(pullback, _below(ops.backward, *args), args[:8])
+
+
+def _backward_dual(*args):
+    """The reference, with y and ty computed afresh."""
+    inputs, (*static, want) = args[:12], args[16:]
+    problem = problem_of(inputs[0], *static)
+    if _some(_unpack(inputs)[1]):
+        results = reference.backward_dual(inputs[:4], inputs[4:8], inputs[8:10], inputs[10:], problem, want)
+        return tuple(inputs[0].new_empty(0) if a is None else a for a in results)
+
+    def pullback(inputs, outputs, kept, cotangents, wanted):
+        cotangents = [c if w else None for c, w in zip(cotangents, want, strict=True)]
+        return reference.backward_dual_vjp(inputs, cotangents, problem, want, _differentiable(inputs, wanted))
+
+    return _record(pullback, _below(ops.backward_dual, *args), inputs)
+
+
+for _rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual):
+    library.impl(_rule.__name__.removeprefix("_"), torch.compiler.disable(_rule), "Autograd")
