@@ -1,0 +1,192 @@
+"""Every shipped tile, compiled without a GPU; and what JAX would launch."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from compiled import SHARED_LIMITS, compiled
+from jax_flash_jvp.attention import dot_product_attention
+from jax_flash_jvp.kernels.portable import jobs
+from jax_flash_jvp.kernels.portable.tiles import JOBS, find, tile
+from jax_flash_jvp.problem import Operands, Problem
+from recorded import launches_of
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+KINDS = {"half": ("bfloat16", "ieee"), "tf32": ("float32", "tf32"), "ieee": ("float32", "ieee")}
+TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+NOTHING, QUERY, VALUE, KEY_AND_VALUE = (False,) * 3, (True, False, False), (False, False, True), (False, True, True)
+
+
+class Recorder:
+    """A launcher of nothing: arrays are shapes, and what would be launched is what `compiled` takes."""
+
+    def __init__(self, target):
+        self.target = target
+        self.launches = []
+
+    def strides(self, array):
+        _, length, heads, head_dim = array.shape
+        return length * heads * head_dim, heads * head_dim, head_dim, 1
+
+    def round_to_tf32(self, array):
+        return array
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages):
+        first = next(i for i in inputs if i is not None)
+        types = ["*" + TRITON_TYPES[str((first if i is None else i).dtype)] for i in inputs]
+        types += ["fp32" if isinstance(s, float) else "i32" for s in scalars]
+        types += ["*" + TRITON_TYPES[o.dtype] for o in outputs]
+        names = [p.name for p in kernel.params if not p.is_constexpr]
+        signature = dict(zip(names, types, strict=True))
+        self.launches.append((kernel, signature, constants, dict(num_warps=num_warps, num_stages=num_stages)))
+        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
+
+
+def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):
+    """The compiled kernel: with a loop over masked tiles and one over whole tiles, or `plain`, with the latter; of the
+    dual backward, with the `gradients` or only with their tangents."""
+    dtype, precision = KINDS[kind]
+    length = 1024 if plain else 1023
+    problem = Problem(scale=head_dim**-0.5, is_causal=not plain, precision=precision)
+    array = lambda heads: jax.ShapeDtypeStruct((2, length, heads, head_dim), dtype)
+    o = array(8)
+    x = Operands(o, array(2), array(2))
+    statistic = jax.ShapeDtypeStruct((2, 8, length), jnp.float32)
+    primals = tangents = x, (o, statistic), (o, None)
+    backward = lambda want: jobs.backward(recorder, problem, *primals, want)
+    dual = lambda want: jobs.backward_dual(recorder, problem, *primals, tangents, want if gradients else NOTHING, want)
+    recorder = Recorder(capability)
+    {
+        "forward": lambda: jobs.forward(recorder, problem, x),
+        "forward_dual": lambda: jobs.forward(recorder, problem, x, x),
+        "tangent": lambda: jobs.tangent(recorder, problem, x, o, statistic, x),
+        "statistics": lambda: dual(QUERY),
+        "key_side": lambda: backward(KEY_AND_VALUE),
+        "query_side": lambda: backward(QUERY),
+        "key_side_dual": lambda: dual(KEY_AND_VALUE),
+        "value_side_dual": lambda: dual(VALUE),
+        "query_side_dual": lambda: dual(QUERY),
+    }[job]()
+    # first the statistics, last the values where they are done apart from the keys
+    kernel, signature, constants, options = recorder.launches[1 if "side" in job else 0]
+    return compiled(kernel, signature, constants, capability=capability, **options)
+
+
+def check(job, head_dim, kind, capability, **variant):
+    dtype, precision = KINDS[kind]
+    resources = compiled_job(job, head_dim, kind, capability, **variant)
+    assert resources.fits(capability), resources
+    assert resources.mma or kind == "ieee", resources
+    assert resources.spill_stores <= tile(job, head_dim, dtype, precision, capability).spill, resources
+
+
+def cases():
+    for capability in (80, 90, 100):
+        for kind, (dtype, precision) in KINDS.items():
+            often = {80: ("half",), 90: tuple(KINDS), 100: ("half",)}[capability]
+            for head_dim in HEAD_DIMS:
+                slow = kind not in often or (head_dim < 64 and (kind, capability) != ("half", 90))
+                slow |= capability == 100 and head_dim == 256  # half a minute each
+                for job in JOBS:
+                    if find(job, head_dim, dtype, precision, capability):
+                        name = f"{job}-D{head_dim}-{kind}-sm{capability}"
+                        marks = [pytest.mark.slow] if slow else []
+                        yield pytest.param(job, head_dim, kind, capability, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("job", "head_dim", "kind", "capability"), list(cases()))
+def test_tile(job, head_dim, kind, capability):
+    """Not slow: 16-bit inputs on every GPU, and float32 on sm_90, from head dim 64 on (less, D256, on sm_100)."""
+    check(job, head_dim, kind, capability)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
+@pytest.mark.parametrize("job", JOBS)
+def test_whole_tiles_alone(job, head_dim):
+    """No diagonal and no ragged end, in which case the compiler sees another kernel."""
+    check(job, head_dim, "half", 90, plain=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
+@pytest.mark.parametrize("job", ["key_side_dual", "query_side_dual"])
+def test_tangents_alone(job, head_dim):
+    """As in the gradient of a JVP by the primals: the sums differ, the tiles are the same."""
+    check(job, head_dim, "half", 90, gradients=False)
+
+
+def test_no_tile():
+    """Every job of 16-bit inputs has one, and float32 the plain ones; for the rest, an error says what to do."""
+    for job in JOBS:
+        for target in (80, 86, 87, 89, 90, 100, 103, 120, 121, "interpret"):
+            assert all(find(job, head_dim, "float16", "ieee", target) for head_dim in (1, 64, 65, 200, 256))
+            assert find(job, 64, "float32", "ieee", target)
+            assert find(job, 128, "float32", "tf32", target)
+    with pytest.raises(NotImplementedError, match=r"no tile of forward_dual .* 128 channels fits sm_90"):
+        tile("forward_dual", 128, "float32", "ieee", 90)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256], ids="D{}".format)
+def test_statistics(head_dim):
+    resources = compiled_job("statistics", head_dim, "half", 90)
+    assert resources.fits(86)
+    assert resources.spill_stores <= 256
+
+
+@pytest.mark.parametrize("job", ["forward", "forward_dual", "key_side_dual", "query_side_dual"])
+@pytest.mark.parametrize(("head_dim", "capability"), [(64, 89), (128, 86), (128, 120)])
+def test_small_shared_memory(job, head_dim, capability):
+    assert SHARED_LIMITS[capability] == 101376
+    check(job, head_dim, "half", capability)
+
+
+def attend(query, key, value):
+    return dot_product_attention(query, key, value)
+
+
+def loss(*arrays):
+    return attend(*arrays).astype(jnp.float32).sum()
+
+
+def tangent_loss(*arrays):
+    return jax.jvp(attend, arrays[:3], arrays[3:])[1].astype(jnp.float32).sum()
+
+
+LENGTH, KEYS, HEADS, GROUP = 200, 104, 4, 2
+BACKWARD = ["statistics", "key_side", "query_side"]
+BACKWARD_DUAL = ["statistics", "key_side_dual", "query_side_dual"]
+TRANSFORMATIONS = {
+    "call": (attend, 3, ["forward"]),
+    "jvp": (lambda *a: jax.jvp(attend, a[:3], a[3:]), 6, ["forward_dual"]),
+    "grad": (jax.grad(loss, (0, 1, 2)), 3, ["forward", *BACKWARD]),
+    "grad-of-jvp": (jax.grad(tangent_loss, (0, 1, 2)), 6, ["forward_dual", *BACKWARD_DUAL]),
+    "grad-of-jvp-by-all": (jax.grad(tangent_loss, range(6)), 6, ["forward_dual", *BACKWARD_DUAL]),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+def test_launches_of_jax(transformation, head_dim):
+    """Names, grids, parameters and warps of the kernels, on whichever jax-triton is installed."""
+    function, arguments, expected = TRANSFORMATIONS[transformation]
+    if transformation == "grad-of-jvp-by-all" and head_dim == 128:  # four sums over the queries, in two launches
+        expected = [*expected[:3], "value_side_dual", *expected[3:]]
+    query = jax.ShapeDtypeStruct((2, LENGTH, HEADS, head_dim), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((2, KEYS, HEADS // GROUP, head_dim), jnp.bfloat16)
+    launches = launches_of(jax.jit(function), *([query, key, key] * 2)[:arguments], capability=80)
+    kernels = [job.removesuffix("_dual").replace("value", "key") for job in expected]
+    assert [launch.kernel for launch in launches] == kernels
+    for job, kernel, launch in zip(expected, kernels, launches, strict=True):
+        scalars = [p[1:] for p in launch.parameters if p[0] == "scalar"]
+        arrays = [p for p in launch.parameters if p[0] == "array"]
+        assert all(zeroed == 0 for _, zeroed, _ in arrays)  # kernels write every element
+        if job == "statistics":
+            assert launch.grid == (-(-LENGTH // 64) * 2 * HEADS, 1, 1)
+            assert (len(arrays), scalars, launch.num_warps) == (10, [(HEADS, "i32"), (LENGTH, "i32")], 4)
+            continue
+        t = tile(job, head_dim, "bfloat16", "ieee", 80)
+        blocks = -(-KEYS // t.block_n) * HEADS // GROUP if kernel == "key_side" else -(-LENGTH // t.block_m) * HEADS
+        assert (launch.grid, launch.num_warps) == ((2 * blocks, 1, 1), t.num_warps)
+        assert len(arrays) == {"forward": 10, "key_side": 16, "query_side": 14}[kernel]
+        strides = [length * heads * head_dim // 16 for length, heads in ((LENGTH, HEADS), (KEYS, HEADS // GROUP))]
+        integers = [HEADS, GROUP, LENGTH, KEYS, *strides, strides[1]]  # batch strides come in units of 16 elements
+        assert scalars == [(pytest.approx(head_dim**-0.5), "fp32"), *[(n, "i32") for n in integers]]
