@@ -37,8 +37,7 @@ def _second(x, tx, _, t, *, problem):
 
 
 def _backward_dual(x, y, cty, t, *, problem, want, want_tangent):
-    # `want` selects from dtx, the gradients, and `want_tangent` from dx, their tangents; the reference says it from x
-    return reference.backward_dual(x, y, cty, t, problem, want=want_tangent, want_tangent=want)
+    return reference.backward_dual(x, y, cty, t, problem, want, want_tangent)
 
 
 def _backward_tangent(x, y, cty, _, t, *, problem, want):

@@ -343,7 +343,7 @@ def tangent(x: Operands, y: tuple[Array, Array], tx: Operands, problem: Problem)
 def backward(x: Operands, y: tuple[Array, Array], cy: Pair, problem: Problem, want: tuple[bool, ...]) -> Operands:
     """The gradients of the wanted operands, for cotangents `cy` of y = forward(x)."""
     no_tangent = (Operands(None, None, None), (None, None), (None, None))
-    return backward_dual(x, y, cy, no_tangent, problem, (False,) * len(x), want)[0]
+    return backward_dual(x, y, cy, no_tangent, problem, want, (False,) * len(x))[0]
 
 
 def backward_dual(
@@ -357,7 +357,7 @@ def backward_dual(
 ) -> tuple[Operands, Operands]:
     """(dtx, dx): the gradients for the cotangents `cty` of y, and their tangents along t = (tx, ty, cy) of (x, y, cty).
 
-    `want_tangent` selects from dtx, `want` from dx.
+    `want` selects from dtx, the gradients, and `want_tangent` from dx, their tangents.
     """
     (o, log_sum_exp), (d_to, d_mu), (tx, (t_o, mu), (d_o, d_lse)) = y, cty, t
     delta = add(d_mu, minus_row_sum(d_to, o))
@@ -365,8 +365,8 @@ def backward_dual(
     tiles = Tiles(x, problem)
     tiles.add_residuals(log_sum_exp, tx, delta=delta, t_delta=t_delta, minus_mu=multiply(-1, mu))
     tiles.add("query", d_o=d_o, d_to=d_to)
-    tiles.add_gradients("d_", want)
-    tiles.add_gradients("d_t", want_tangent)
+    tiles.add_gradients("d_", want_tangent)
+    tiles.add_gradients("d_t", want)
 
     def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
         q, k, v, t_q, t_k, t_v, d_o, d_to = map(d.get, ("q", "k", "v", "t_q", "t_k", "t_v", "d_o", "d_to"))
