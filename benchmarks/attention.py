@@ -1,10 +1,15 @@
-"""Times attention and its derivatives on the GPU at hand, beside cuDNN, XLA and the matrix product.
+"""Times attention and its derivatives on the GPU at hand, beside other implementations and the matrix product.
 
 Every result is first checked against float64: an implementation that fails is reported and not timed.  Contenders take
 turns, in another order each round, so that neither drift nor a predecessor's heat favours one; figures are medians.
 
     python benchmarks/attention.py                                  # L = 8192, H32 D64 and H24 D128, bf16
     python benchmarks/attention.py --lengths 1024 4096 16384 --causal --output results/causal
+    python benchmarks/attention.py --framework torch --jobs "forward + JVP" --head-dims 128 --heads 16 --quick
+    python benchmarks/attention.py --lengths 64 --head-dims 16 --heads 2 --matmul-size 64 --quick     # on a CPU
+
+JAX: beside cuDNN and XLA.  PyTorch: beside scaled_dot_product_attention through cuDNN, FlashAttention and, compiled, the
+math backend; and beside jvp-flash-attention where that is installed.
 
 TFLOP/s count the matrix products that the job needs: 2 for the forward, 6 for forward + JVP, 5 for the backward, 15 for the
 dual backward (the gradient through forward + JVP), each of 2 B H Lq Lk D operations, half of that where causal.
@@ -12,21 +17,25 @@ dual backward (the gradient through forward + JVP), each of 2 B H Lq Lk D operat
 
 import argparse
 import csv
-import statistics
-import time
-from collections.abc import Callable
+import importlib
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from measure import (
+    PRODUCTS,
+    Case,
+    Failure,
+    Oracle,
+    Prepared,
+    add_timing_options,
+    in_turns,
+    parse,
+    prepare,
+)
 
-from jax_flash_jvp import dot_product_attention
-
-PRODUCTS = {"forward": 2, "forward + JVP": 6, "backward": 5, "dual backward": 15}
 HEADS = {64: 32, 128: 24}
-enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 
 
 class Row(NamedTuple):
@@ -42,152 +51,47 @@ class Row(NamedTuple):
     temporary_mib: float
 
 
-def ours(q, k, v, causal):
-    return dot_product_attention(q, k, v, is_causal=causal)
-
-
-def cudnn(q, k, v, causal):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
-
-
-def xla(q, k, v, causal):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
-
-
-CONTENDERS: dict[str, tuple[Callable, tuple[str, ...]]] = {
-    "jax-flash-jvp": (ours, tuple(PRODUCTS)),
-    "cuDNN": (cudnn, ("forward", "backward")),
-    "XLA": (xla, tuple(PRODUCTS)),
-}
-
-
-def job_function(job: str, attention: Callable, causal: bool, x: Any, tx: Any) -> tuple[Callable, tuple]:
-    """A jitted function and its leading arguments; cotangents (G of the output, H of the tangent) follow them."""
-    f = lambda q, k, v: attention(q, k, v, causal)
-    if job == "forward":
-        return jax.jit(lambda x, g, h: f(*x)), (x,)
-    if job == "forward + JVP":
-        return jax.jit(lambda x, tx, g, h: jax.jvp(f, x, tx)), (x, tx)
-    if job == "backward":
-        pull = jax.jit(lambda x: jax.vjp(f, *x)[1])(x)
-        return jax.jit(lambda pull, g, h: pull(g)), (pull,)
-    pull = jax.jit(lambda x, tx: jax.vjp(lambda x, tx: jax.jvp(f, x, tx), x, tx)[1])(x, tx)
-    return jax.jit(lambda pull, g, h: pull((g, h))), (pull,)
-
-
-def draw(length: int, heads: int, head_dim: int, dtype: Any) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), 8)
-    return [jax.random.normal(key, (1, length, heads, head_dim), dtype) for key in keys]
-
-
-def relative_errors(got: Any, expected: Any) -> list[float]:
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
-    return [float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)) for a, b in pairs]
-
-
-def two_heads(tree: Any) -> Any:
-    return jax.tree.map(lambda a: a[:, :, np.array([0, a.shape[2] - 1])], tree)
-
-
-def expected_results(job: str, causal: bool, arrays: list[jax.Array]) -> tuple[Any, list[float]]:
-    """The job in float64 on the first and the last head, and the errors that naive attention makes in the arrays' dtype."""
-    some = two_heads(arrays)
-
-    def compute(arrays, attention):
-        function, leading = job_function(job, attention, causal, tuple(arrays[:3]), tuple(arrays[3:6]))
-        return jax.tree.map(np.asarray, function(*leading, *arrays[6:]))
-
-    with enable_x64(True):
-        exact = compute([a.astype(jnp.float64) for a in some], naive)
-    return exact, relative_errors(compute(some, naive), exact)
-
-
-def naive(q, k, v, causal):
-    """In the arrays' dtype throughout; scores and softmax in float32 at least."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    s = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
-    if causal:
-        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s).astype(q.dtype), v)
-
-
-def timed(call: Callable[[], Any], seconds: float) -> float:
-    """Milliseconds of one call among as many in a row as fit; the device works through them without a gap."""
-    jax.block_until_ready(call())
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    count = max(1, int(seconds / max(time.perf_counter() - start, 1e-5)))
-    start = time.perf_counter()
-    for _ in range(count):
-        out = call()
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / count * 1e3
-
-
-def overhead_microseconds() -> float:
-    """What a jitted call costs beyond its kernel: back-to-back calls of a tiny forward + JVP, which the host bounds, less
-    those of an empty jitted function of the same arguments."""
-    arrays = draw(128, 1, 64, jnp.bfloat16)
-    x, tx = tuple(arrays[:3]), tuple(arrays[3:6])
-    full = jax.jit(lambda x, tx: jax.jvp(lambda *a: ours(*a, False), x, tx))
-    empty = jax.jit(lambda x, tx: (x[0] + 1, tx[0] + 1))
-    a, b = zip(*[(timed(lambda: full(x, tx), 0.05), timed(lambda: empty(x, tx), 0.05)) for _ in range(9)], strict=True)
-    return (statistics.median(a) - statistics.median(b)) * 1e3
-
-
-def run(options: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = []
-    a = jax.random.normal(jax.random.key(1), (8192, 8192), jnp.bfloat16)
-    product = jax.jit(lambda a: a @ a)
-    for head_dim in options.head_dims:
+def run(framework: ModuleType, options: argparse.Namespace) -> tuple[list[Row], bool]:
+    """The rows, and whether all of our own results were right."""
+    rows, all_right = [], True
+    for heads, head_dim in zip(options.heads, options.head_dims, strict=True):
         for length in options.lengths:
-            heads = HEADS.get(head_dim, 24)
-            arrays = draw(length, heads, head_dim, jnp.dtype(options.dtype))
+            case = Case(1, length, heads, head_dim, options.causal, options.dtype)
+            arrays = framework.draw(case)
             for job in options.jobs:
-                calls: dict[str, Callable] = {"bf16 matrix product": lambda: product(a)}
-                memory: dict[str, float] = {}
-                exact, allowed = expected_results(job, options.causal, arrays)
-                for who, (attention, jobs) in CONTENDERS.items():
-                    if job not in jobs or (who == "XLA" and length > options.longest_xla):
+                prepared = {}
+                oracle = Oracle(framework, job, options.causal, arrays)
+                for who in options.contenders:
+                    contender = framework.CONTENDERS[who]
+                    if job not in contender.jobs or (contender.quadratic and length > options.longest_xla):
                         continue
-                    try:
-                        function, leading = job_function(
-                            job, attention, options.causal, tuple(arrays[:3]), tuple(arrays[3:6])
-                        )
-                        compiled = function.lower(*leading, *arrays[6:]).compile()
-                        got = jax.tree.map(np.asarray, two_heads(compiled(*leading, *arrays[6:])))
-                    except Exception as error:
-                        print(f"{job}, {who}, L{length} D{head_dim}: {type(error).__name__}: {str(error)[:90]}")
-                        continue
-                    errors = relative_errors(got, exact)
-                    if not all(e <= 2 * n + 1e-3 for e, n in zip(errors, allowed, strict=True)):
-                        print(f"WRONG: {job}, {who}, L{length} D{head_dim}: errors {errors}, naive {allowed}")
-                        continue
-                    memory[who] = compiled.memory_analysis().temp_size_in_bytes / 2**20
-                    calls[who] = lambda c=compiled, args=(*leading, *arrays[6:]): c(*args)
-                times: dict[str, list[float]] = {who: [] for who in calls}
-                for turn in range(options.rounds):
-                    order = list(calls)[turn % len(calls) :] + list(calls)[: turn % len(calls)]
-                    for who in order:
-                        time.sleep(options.rest)
-                        times[who].append(timed(calls[who], options.seconds))
-                matmul = 2 * 8192**3 / statistics.median(times.pop("bf16 matrix product")) * 1e-9
-                operations = 2 * PRODUCTS[job] * heads * length**2 * head_dim / (2 if options.causal else 1)
-                for who, samples in times.items():
-                    ms = statistics.median(samples)
-                    rate = operations / ms * 1e-9
-                    row = Row(job, who, length, heads, head_dim, options.causal, ms, rate, rate / matmul, memory[who])
-                    rows.append(row)
-                    print(
-                        f"{job:14s} {who:14s} H{heads} L{length} D{head_dim}{' causal' if options.causal else ''}: "
-                        f"{ms:8.3f} ms {rate:6.0f} TFLOP/s = {row.of_matmul:.2f} of the product's {matmul:.0f}; "
-                        f"temporaries {memory[who]:.1f} MiB",
-                        flush=True,
-                    )
+                    outcome = prepare(framework, contender, job, options.causal, arrays, oracle)
+                    if isinstance(outcome, Failure):
+                        print(f"{job}, {who}, {case}: {outcome.reason}", flush=True)
+                        all_right &= who != framework.OURS
+                    else:
+                        prepared[who] = outcome
+                rows += time_job(framework, job, case, prepared, options)
+                prepared.clear()
+                framework.release()
+    return rows, all_right
+
+
+def time_job(framework: ModuleType, job: str, case: Case, prepared: dict[str, Prepared], options) -> list[Row]:
+    rows = []
+    medians, matmul = in_turns(framework, {who: p.call for who, p in prepared.items()}, options)
+    for who, ms in medians.items():
+        rate, memory = case.operations(PRODUCTS[job]) / ms * 1e-9, prepared[who].temporary_mib
+        rows.append(Row(job, who, case.length, case.heads, case.head_dim, case.causal, ms, rate, rate / matmul, memory))
+        print(
+            f"{job:14s} {who:14s} {case}: {ms:8.3f} ms {rate:6.0f} TFLOP/s = {rate / matmul:.2f} of the product's "
+            f"{matmul:.0f}; temporaries {memory:.1f} MiB",
+            flush=True,
+        )
     return rows
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(rows: list[Row], contenders: list[str], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -199,7 +103,7 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(len(jobs), len(dims), figsize=(5 * len(dims), 2.6 * len(jobs)), squeeze=False)
     for i, job in enumerate(jobs):
         for k, head_dim in enumerate(dims):
-            for color, who in enumerate(CONTENDERS):
+            for color, who in enumerate(contenders):
                 points = [(r.length, r.tflops) for r in rows if (r.job, r.head_dim, r.who) == (job, head_dim, who)]
                 if points:
                     axes[i, k].plot(*zip(*points, strict=True), marker="o", color=f"C{color}", label=who)
@@ -212,32 +116,45 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", default="jax", choices=["jax", "torch"])
     parser.add_argument("--jobs", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
+    parser.add_argument("--contenders", nargs="+", help="all by default")
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--heads", nargs="+", type=int, help="one number for each head dim")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--seconds", type=float, default=0.03, help="of work per contender and round; 1 shows sustained speed"
+        "--longest-xla",
+        "--longest-quadratic",
+        type=int,
+        default=8192,
+        help="XLA and SDPA math run out of memory beyond",
     )
-    parser.add_argument(
-        "--rest", type=float, default=0.1, help="seconds of rest before each, so that none inherits heat"
-    )
-    parser.add_argument("--longest-xla", type=int, default=8192, help="XLA's attention runs out of memory beyond")
     parser.add_argument("--output", type=Path, default=Path("results/attention"), help="without an ending")
-    options = parser.parse_args()
-    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {options.dtype}")
-    rows = run(options)
-    print(f"a jitted call costs {overhead_microseconds():.1f} µs more than an empty one")
+    add_timing_options(parser, rounds=9)
+    options = parse(parser, arguments)
+    options.heads = options.heads or [HEADS.get(d, 24) for d in options.head_dims]
+    if len(options.heads) != len(options.head_dims):
+        parser.error(f"--heads must have one number for each of --head-dims: got {options.heads}, {options.head_dims}")
+    framework = importlib.import_module(f"{options.framework}_calls")
+    options.contenders = options.contenders or list(framework.CONTENDERS)
+    for who in options.contenders:
+        if who not in framework.CONTENDERS:
+            parser.error(f"--contenders must be among {', '.join(framework.CONTENDERS)}: got {who}")
+    print(f"{framework.describe()}, {options.dtype}")
+    rows, all_right = run(framework, options)
+    if all_right:
+        print(framework.overhead())
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with open(options.output.with_suffix(".csv"), "w", newline="") as file:
         csv.writer(file).writerows([Row._fields, *rows])
     if rows:
-        plot(rows, options.output.with_suffix(".png"))
+        plot(rows, options.contenders, options.output.with_suffix(".png"))
+    return 0 if all_right else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""What the benchmarks share: jobs, the check against float64 that precedes every timing, and timing in turns.
+
+`framework` is one of the modules jax_calls and torch_calls, which offer the same names.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PRODUCTS = {"forward": 2, "forward + JVP": 6, "backward": 5, "dual backward": 15}
+SCORES = 2**26  # of a head, that the float64 computation holds at a time
+MATMUL = "bf16 matrix product"
+
+
+class Case(NamedTuple):
+    """A problem of self-attention."""
+
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    causal: bool = False
+    dtype: str = "bfloat16"
+
+    def operations(self, products: int) -> float:
+        """Of so many matrix products, each of 2 B H L² D; half of that where causal."""
+        return 2 * products * self.batch * self.heads * self.length**2 * self.head_dim / (2 if self.causal else 1)
+
+    def __str__(self) -> str:
+        batch = f"B{self.batch} " if self.batch > 1 else ""
+        return f"{batch}H{self.heads} L{self.length} D{self.head_dim}{' causal' if self.causal else ''}"
+
+
+class Contender(NamedTuple):
+    attention: Callable  # of q, k, v, causal
+    jobs: tuple[str, ...] = tuple(PRODUCTS)
+    quadratic: bool = False  # memory
+    rounds_scores: bool = False  # to the dtype of q: then it may err as naive attention does that rounds them too
+    compiled: bool = False  # by torch.compile
+
+
+class Prepared(NamedTuple):
+    """A checked job, ready to be timed."""
+
+    call: Callable[[], Any]
+    ends: list[np.ndarray]  # its results on the first and the last head
+    temporary_mib: float  # beyond arguments, residuals and results
+    peak_mib: float  # of all that, what precedes the timed part included
+
+
+class Failure(NamedTuple):
+    reason: str
+    out_of_memory: bool = False
+
+
+def indices(axis: int, which: slice) -> tuple[slice, ...]:
+    return (slice(None),) * axis + (which,)
+
+
+def end_heads(arrays: Iterable[Any], axis: int) -> list[Any]:
+    """The first and the last."""
+    return [a[indices(axis, slice(None, None, max(1, a.shape[axis] - 1)))] for a in arrays]
+
+
+def relative_errors(got: list[np.ndarray], exact: list[np.ndarray]) -> list[float]:
+    return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, exact, strict=True)]
+
+
+class Oracle:
+    """A job on the first and the last head: in float64, and the errors that naive attention makes in the arrays' dtype.
+
+    Rows of scores do not depend on one another: results that belong to queries are computed some rows at a time, and
+    gradients of keys and values summed over the rows."""
+
+    def __init__(self, framework: ModuleType, job: str, causal: bool, arrays: list[Any]):
+        self.framework, self.job, self.causal = framework, job, causal
+        self.arrays = end_heads(arrays, framework.HEADS)
+        self.exact = self._compute(exact=True)
+        self._allowed: dict[bool, list[float]] = {}
+
+    def allowed(self, rounds_scores: bool) -> list[float]:
+        if rounds_scores not in self._allowed:
+            errors = relative_errors(self._compute(exact=False, rounds_scores=rounds_scores), self.exact)
+            self._allowed[rounds_scores] = errors
+        return self._allowed[rounds_scores]
+
+    def _compute(self, **how: bool) -> list[np.ndarray]:
+        axis, parts = self.framework.ROWS, []
+        length = self.arrays[0].shape[axis]
+        step = max(1, SCORES // length)
+        for first in range(0, length, step):
+            rows = indices(axis, slice(first, first + step))
+            some = [a[rows] if i in (0, 3, 6, 7) else a for i, a in enumerate(self.arrays)]
+            parts.append(self.framework.naive(self.job, self.causal, some, first, **how))
+        of_keys = self.job.endswith("backward")
+        pieces = enumerate(zip(*parts, strict=True))
+        return [sum(p) if of_keys and i % 3 else np.concatenate(p, axis) for i, p in pieces]
+
+
+def prepare(framework: ModuleType, contender: Contender, job: str, causal: bool, arrays, oracle: Oracle):
+    """A job that is right within twice the error of naive attention; or why it cannot be timed."""
+    try:
+        prepared = framework.prepare(contender, job, causal, arrays)
+    except Exception as error:
+        text = str(error).strip().split("\n")[0][:160]
+        failure = Failure(f"{type(error).__name__}: {text}", framework.out_of_memory(error))
+    else:
+        errors, allowed = relative_errors(prepared.ends, oracle.exact), oracle.allowed(contender.rounds_scores)
+        if all(e <= 2 * n + 1e-3 for e, n in zip(errors, allowed, strict=True)):
+            return prepared
+        del prepared
+        failure = Failure(f"WRONG: errors {errors}, naive {allowed}")
+    framework.release()  # here, where the traceback no longer holds the arrays
+    return failure
+
+
+def timed(call: Callable[[], Any], wait: Callable[[Any], Any], seconds: float) -> float:
+    """Milliseconds of one call among as many in a row as fit; the device works through them without a gap."""
+    wait(call())
+    start = time.perf_counter()
+    wait(call())
+    count = max(1, int(seconds / max(time.perf_counter() - start, 1e-5)))
+    start = time.perf_counter()
+    for _ in range(count):
+        out = call()
+    wait(out)
+    return (time.perf_counter() - start) / count * 1e3
+
+
+def in_turns(framework: ModuleType, calls: dict[str, Callable], options: Any) -> tuple[dict[str, float], float]:
+    """Median milliseconds of each call, and the TFLOP/s that the bf16 matrix product reached among them."""
+    calls = {MATMUL: framework.matrix_product(options.matmul_size), **calls}
+    times: dict[str, list[float]] = {who: [] for who in calls}
+    for turn in range(options.rounds):
+        order = list(calls)[turn % len(calls) :] + list(calls)[: turn % len(calls)]
+        for who in order:
+            time.sleep(options.rest)
+            times[who].append(timed(calls[who], framework.wait, options.seconds))
+    medians = {who: statistics.median(samples) for who, samples in times.items()}
+    return medians, 2 * options.matmul_size**3 / medians.pop(MATMUL) * 1e-9
+
+
+def add_timing_options(parser: Any, rounds: int) -> None:
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument(
+        "--seconds", type=float, default=0.03, help="of work per contender and round; 1 shows sustained speed"
+    )
+    parser.add_argument(
+        "--rest", type=float, default=0.1, help="seconds of rest before each, so that none inherits heat"
+    )
+    parser.add_argument("--matmul-size", type=int, default=8192, help="rows and columns of the matrix product")
+    parser.add_argument("--quick", action="store_true", help="three rounds without rest: a first look")
+
+
+def parse(parser: Any, arguments: list[str] | None) -> Any:
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds, options.rest = 3, 0.0
+    return options

@@ -1,0 +1,187 @@
+"""Attention and its derivatives in PyTorch, arrays [B, H, L, D]."""
+
+import functools
+import gc
+import importlib.metadata
+import importlib.util
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from measure import Case, Contender, Prepared, end_heads, timed
+from torch.func import jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_bridge import scaled_dot_product_attention
+
+ROWS, HEADS = 2, 1
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # else the math backend computes in float32, and slowly
+torch._functorch.config.donated_buffer = False  # private: compiled backwards that may run again
+
+
+def ours(q, k, v, causal):
+    return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def sdpa(backend: SDPBackend) -> Callable:
+    def attention(q, k, v, causal):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attention
+
+
+def peer(q, k, v, causal):
+    from jvp_flash_attention.jvp_attention import JVPAttn
+
+    return JVPAttn.fwd_dual(q, k, v, causal=causal)
+
+
+def naive_attention(q, k, v, causal, first=0, rounds_scores=True):
+    """`first`: the first row of scores that belongs to these queries."""
+    wide = q.dtype if rounds_scores else torch.promote_types(q.dtype, torch.float32)
+    s = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
+    if causal:
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(first), -torch.inf)
+    return s.softmax(-1).to(v.dtype) @ v
+
+
+OURS, PEER = "torch_bridge", "jvp-flash-attention"
+PLAIN, DUAL = ("forward", "backward"), ("forward + JVP", "dual backward")
+CONTENDERS: dict[str, Contender] = {
+    OURS: Contender(ours),
+    "SDPA cuDNN": Contender(sdpa(SDPBackend.CUDNN_ATTENTION), PLAIN),
+    "SDPA flash": Contender(sdpa(SDPBackend.FLASH_ATTENTION), PLAIN),
+    "SDPA math, compiled": Contender(sdpa(SDPBackend.MATH), DUAL, quadratic=True, rounds_scores=True, compiled=True),
+}
+if importlib.util.find_spec("jvp_flash_attention"):  # it has no gradient through the tangent
+    CONTENDERS[PEER] = Contender(peer, (*PLAIN, "forward + JVP"))
+EAGER: dict[str, Contender] = {  # slower than compiled, but what the published tables have
+    "SDPA math": Contender(sdpa(SDPBackend.MATH), quadratic=True, rounds_scores=True),
+    "naive": Contender(naive_attention, quadratic=True, rounds_scores=True),
+}
+
+
+def describe() -> str:
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
+    version = f"{PEER} {importlib.metadata.version(PEER)}" if PEER in CONTENDERS else f"without {PEER}"
+    return f"{name}, PyTorch {torch.__version__}, {version}"
+
+
+def draw(case: Case) -> list[torch.Tensor]:
+    """q, k, v, their tangents, and the cotangents of the output and of its tangent."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    shape = case.batch, case.heads, case.length, case.head_dim
+    dtype = getattr(torch, case.dtype)
+    return [torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype) for _ in range(8)]
+
+
+def starter(contender: Contender, job: str, causal: bool) -> Callable:
+    """start(arrays) does what precedes the job, and gives a call of the job without arguments."""
+    attend = lambda q, k, v: contender.attention(q, k, v, causal)
+    with_tangent = lambda x, tx: jvp(attend, x, tx)
+    if contender.compiled:
+        torch.compiler.reset()
+        with_tangent = torch.compile(with_tangent, dynamic=False)
+
+    def start(arrays: list[torch.Tensor]) -> Callable:
+        backward = job.endswith("backward")
+        *x, g, h = [a.detach().requires_grad_(backward and i < 6) for i, a in enumerate(arrays)]
+        x, tx = tuple(x[:3]), tuple(x[3:])
+        if job == "forward":
+            return torch.no_grad()(lambda: (attend(*x),))
+        if job == "forward + JVP":
+            return torch.no_grad()(lambda: with_tangent(x, tx))
+        if job == "backward":
+            results, inputs, cotangents = (attend(*x),), x, (g,)
+        else:
+            results, inputs, cotangents = with_tangent(x, tx), (*x, *tx), (g, h)
+        cotangents = [torch.empty_like(o).copy_(c) for o, c in zip(results, cotangents, strict=True)]  # strided like o
+        return lambda: torch.autograd.grad(results, inputs, cotangents, retain_graph=True)
+
+    return start
+
+
+def to_numpy(tensors: Any) -> list[np.ndarray]:
+    return [a.detach().double().cpu().numpy() for a in tensors]
+
+
+def naive(job, causal, arrays, first, exact, rounds_scores=False) -> list[np.ndarray]:
+    """In the arrays' dtype throughout, or in float64; scores and softmax in float32 at least, or rounded too."""
+    attention = functools.partial(naive_attention, first=first, rounds_scores=rounds_scores)
+    arrays = [a.double() for a in arrays] if exact else arrays
+    return to_numpy(starter(Contender(attention), job, causal)(arrays)())
+
+
+def prepare(contender: Contender, job: str, causal: bool, arrays: list[torch.Tensor]) -> Prepared:
+    start = starter(contender, job, causal)
+    start(arrays)()  # compiles and tunes, whose memory does not count
+    release()
+    before = allocated()
+    call = start(arrays)
+    highest = peak()
+    ready = allocated()
+    results = call()
+    highest = max(highest, peak())
+    temporary = max(peak() - ready - sum(a.nbytes for a in results), 0.0)  # in this order NaN stays NaN
+    total = highest - before + sum(a.nbytes for a in arrays[: 6 if job in DUAL else 3])  # cotangents were copied
+    return Prepared(call, to_numpy(end_heads(results, HEADS)), temporary / 2**20, total / 2**20)
+
+
+def allocated() -> float:
+    """Bytes; and starts the measurement of a peak."""
+    if DEVICE == "cpu":
+        return float("nan")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak() -> float:
+    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else float("nan")
+
+
+def release() -> None:
+    if DEVICE == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def wait(results: Any) -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+@functools.cache
+def matrix_product(size: int) -> Callable:
+    a = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16)
+    return lambda: a @ a
+
+
+def out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def counted_operations(job: str, case: Case) -> int:
+    """Of the math backend's matrix products in a forward job, by PyTorch's own counter."""
+    shape = case.batch, case.heads, case.length, case.head_dim
+    arrays = [torch.empty(shape, device="meta", dtype=getattr(torch, case.dtype)) for _ in range(8)]
+    with FlopCounterMode(display=False) as counter:
+        starter(EAGER["SDPA math"], job, case.causal)(arrays)()
+    return counter.get_total_flops()
+
+
+def overhead() -> str:
+    """What torch.func.jvp of attention costs the host beyond that of an addition: tiny calls, back to back."""
+    arrays = draw(Case(1, 128, 1, 64))
+    x, tx = tuple(arrays[:3]), tuple(arrays[3:6])
+    attention, addition = (lambda f=f: jvp(f, x, tx) for f in (lambda *a: ours(*a, False), lambda q, k, v: q + k + v))
+    pairs = [(timed(attention, wait, 0.05), timed(addition, wait, 0.05)) for _ in range(9)]
+    microseconds = [statistics.median(times) * 1e3 for times in zip(*pairs, strict=True)]
+    return f"torch.func.jvp costs {microseconds[0] - microseconds[1]:.1f} µs more than that of two additions"

@@ -1,0 +1,148 @@
+"""The benchmarks at tiny sizes: they run, count operations as published, and do not time what is wrong."""
+
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import attention as benchmark  # noqa: E402
+import jax_calls  # noqa: E402
+import measure  # noqa: E402
+import published  # noqa: E402
+import torch_calls  # noqa: E402
+from measure import PRODUCTS, Case, Contender, Oracle  # noqa: E402
+
+torch.set_num_threads(1)
+QUICK = ["--rounds", "1", "--rest", "0", "--seconds", "0.001", "--matmul-size", "32"]
+TINY = [*QUICK, "--lengths", "32", "--head-dims", "16", "--heads", "2"]
+FRAMEWORKS = {"jax": jax_calls, "torch": torch_calls}
+COMPARED = {"jax": ["jax-flash-jvp", "XLA"], "torch": ["torch_bridge", "SDPA flash"]}
+
+
+@pytest.fixture(autouse=True)
+def no_overhead(monkeypatch):
+    """It takes seconds, and is tested where it is fast."""
+    for framework in FRAMEWORKS.values():
+        monkeypatch.setattr(framework, "overhead", lambda: "overhead")
+
+
+def table(path):
+    with open(path.with_suffix(".csv"), newline="") as file:
+        return [(row["job"], row["who"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize(("name", "jobs"), [("jax", ["forward + JVP"]), ("torch", list(PRODUCTS))])
+def test_attention(name, jobs, tmp_path, capsys):
+    ours, other = COMPARED[name]
+    selected = ["--framework", name, "--jobs", *jobs, "--contenders", ours, other]
+    assert benchmark.main([*TINY, *selected, "--causal", "--output", str(tmp_path / "out")]) == 0
+    contenders = FRAMEWORKS[name].CONTENDERS
+    expected = [(job, who) for job in jobs for who in (ours, other) if job in contenders[who].jobs]
+    assert table(tmp_path / "out") == expected
+    assert (tmp_path / "out.png").exists()
+    assert "WRONG" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_what_is_wrong_is_not_timed(name, tmp_path, capsys, monkeypatch):
+    framework, output = FRAMEWORKS[name], tmp_path / "out"
+    wrong = Contender(lambda q, k, v, causal: framework.ours(q, k, 1.05 * v, causal))
+    arguments = [*TINY, "--framework", name, "--jobs", "forward", "--output", str(output), "--contenders"]
+    monkeypatch.setitem(framework.CONTENDERS, "broken", wrong)
+    assert benchmark.main([*arguments, "broken", framework.OURS]) == 0
+    assert "forward, broken, H2 L32 D16: WRONG: errors [0.0" in capsys.readouterr().out
+    assert table(output) == [("forward", framework.OURS)]
+    monkeypatch.setitem(framework.CONTENDERS, framework.OURS, wrong)
+    assert benchmark.main([*arguments, framework.OURS]) == 1
+    assert table(output) == []
+
+
+@pytest.mark.parametrize("arguments", [["--heads", "1", "2", "3"], ["--contenders", "nobody"]])
+def test_arguments_that_do_not_fit(arguments, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(arguments)
+    assert f"{arguments[0]} must" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("job", PRODUCTS)
+def test_float64_by_rows(job, monkeypatch):
+    arrays = torch_calls.draw(Case(1, 40, 3, 8, dtype="float32"))
+    whole = Oracle(torch_calls, job, True, arrays)
+    monkeypatch.setattr(measure, "SCORES", 40 * 12)
+    for a, b in zip(Oracle(torch_calls, job, True, arrays).exact, whole.exact, strict=True):
+        assert a.shape == (1, 2, 40, 8)
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+    assert 0 < max(whole.allowed(rounds_scores=False)) < 1e-6
+
+
+def test_float64_in_jax(monkeypatch):
+    """Agrees with the one in PyTorch, by rows too."""
+    arrays = torch_calls.draw(Case(1, 12, 2, 8, dtype="float32"))
+    other = [np.asarray(a.transpose(1, 2)) for a in arrays]
+    monkeypatch.setattr(measure, "SCORES", 12 * 8)
+    exact = Oracle(torch_calls, "backward", True, arrays).exact
+    for a, b in zip(Oracle(jax_calls, "backward", True, other).exact, exact, strict=True):
+        np.testing.assert_allclose(a.swapaxes(1, 2), b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("job", "billions"), [("forward", 549.756), ("forward + JVP", 1649.267)])
+def test_operations_of_jvp_bench(job, billions):
+    case = Case(1, 8192, 2048 // 64, 64)
+    assert torch_calls.counted_operations(job, case) == case.operations(PRODUCTS[job])
+    assert round(case.operations(PRODUCTS[job]) * 1e-9, 3) == billions
+
+
+@pytest.mark.parametrize(
+    ("job", "case", "billions"),
+    [("forward + JVP", Case(1, 8192, 1, 128), 103.1), ("dual backward", Case(1, 16384, 24, 128), 19792)],
+)
+def test_operations_of_sdpa_jvp(job, case, billions):
+    assert case.operations(published.COUNTED[job]) * 1e-9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_causal_counts_half():
+    assert 2 * Case(2, 64, 2, 16, causal=True).operations(6) == Case(2, 64, 2, 16).operations(6)
+
+
+def test_jvp_bench(tmp_path, capsys):
+    size = ["--bsz", "2", "--model-dim", "32", "--head-dim", "16", "--seq-len", "32"]
+    who = ["--contenders", "torch_bridge", "SDPA math", "SDPA flash"]
+    assert published.main(["jvp_bench", *size, *QUICK, *who, "--output", str(tmp_path / "out")]) == 0
+    pairs = {("forward + JVP", "torch_bridge"), ("forward + JVP", "SDPA math")}
+    assert pairs < set(table(tmp_path / "out"))
+    with pytest.raises(SystemExit):
+        published.main(["jvp_bench", "--model-dim", "100"])
+    assert "--model-dim must be a multiple" in capsys.readouterr().err
+
+
+def failing(error):
+    def attention(q, k, v, causal):
+        if q.shape[2] > 32:
+            raise error
+        return torch_calls.naive_attention(q, k, v, causal)
+
+    return Contender(attention, rounds_scores=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(torch.OutOfMemoryError("full"), 0), (RuntimeError("broken"), 1)], ids=repr
+)
+def test_sdpa_jvp(error, status, tmp_path, capsys, monkeypatch):
+    """Only memory is forgiven, and what did not fit is not tried at greater lengths."""
+    monkeypatch.setitem(published.EVERYONE, "naive", failing(error))
+    size = ["--heads", "1", "--lengths", "32", "64", "96", "--head-dim", "8"]
+    assert published.main(["sdpa_jvp", *size, *QUICK, "--output", str(tmp_path / "out")]) == status
+    rows = table(tmp_path / "out")
+    for job in published.COUNTED:
+        assert rows.count((job, "torch_bridge")) == 3
+        assert rows.count((job, "naive")) == 1
+    out = capsys.readouterr().out
+    assert f"naive, H1 L64 D8: {type(error).__name__}: {error}" in out
+    assert "naive, H1 L96" not in out
+    assert "| 1 | 64 |" in out
