@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 MAX_HEAD_DIM = 256
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
-MAX_IEEE_HEAD_DIM = 64  # of the kernels: without tensor cores wider tiles do not fit the registers
 KERNEL_IMPLEMENTATIONS = ("triton", "hopper", "portable")  # any kernels, or those of one family
 
 
@@ -137,8 +136,6 @@ def unserved(x: Operands, problem: Problem) -> str | None:
         return "`local_window_size`"
     if dtype_of(x.query) not in KERNEL_DTYPES:
         return f"{dtype_of(x.query)} arrays"
-    if dtype_of(x.query) == "float32" and problem.precision == "ieee" and x.query.shape[-1] > MAX_IEEE_HEAD_DIM:
-        return f"IEEE products of float32 arrays of more than {MAX_IEEE_HEAD_DIM} channels a head"
     if x.value.shape[-1] != x.query.shape[-1]:
         return "a `value` whose channels differ from those of `query`"
     return None

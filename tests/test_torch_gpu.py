@@ -82,7 +82,10 @@ def as_exact_as_naive(x, tangents, weights, **arguments):
         largest = max(c.abs().max().item() for c in leaves(exact[name]))
         for i, (a, b, c) in enumerate(zip(*(leaves(r[name]) for r in (ours, theirs, exact)), strict=True)):
             assert a.dtype == x[0].dtype
-            floor = 2 * torch.finfo(a.dtype).eps * largest
+            unit = torch.finfo(a.dtype).eps
+            if a.dtype == torch.float32:  # TF32; or sums of thousands, which cuBLAS splits and the kernels do not
+                unit = 4 * unit if torch.get_float32_matmul_precision() == "highest" else 2**-10
+            floor = 4 * unit * largest
             error, allowed = (a - c).abs().max().item(), 2 * (b - c).abs().max().item() + floor
             assert error <= allowed, f"{name}[{i}]: error {error:.2e}, allowed {allowed:.2e}"
 
@@ -104,7 +107,7 @@ SHAPES = {
 @pytest.mark.parametrize(("shape", "causal"), SHAPES.values(), ids=SHAPES)
 def test_values_and_derivatives(shape, causal, dtype, kernels_alone):
     b, n, k, length, keys, d = shape
-    if dtype == torch.float32 and d > 64:  # IEEE products are left to the reference there
+    if dtype == torch.float32 and d > 64:  # second order in IEEE products is left to the reference there
         torch.set_float32_matmul_precision("high")
     shapes = (b, n, length, d), (b, k, keys, d), (b, k, keys, d)
     x, tangents = (tuple(normal(*s, dtype=dtype, seed=10 * j + i) for i, s in enumerate(shapes)) for j in range(2))

@@ -60,6 +60,26 @@ def produce(
 
 
 @gluon.jit
+def tangent_center(
+    w: gl.constexpr, q_s, tq_s, ring, full, LK, scale, zero, D: gl.constexpr, BN: gl.constexpr, HAS_TQ: gl.constexpr,
+    HAS_TK: gl.constexpr,
+):  # fmt: skip
+    """As in `portable/scores.py`."""
+    b_ts = zero
+    mbarrier.wait(full.index(0), 0)
+    if HAS_TQ:
+        k_t = matrix(ring, 0, BN, D).permute((1, 0))
+        b_ts = warpgroup_mma(matrix(tq_s, w, GROUP_ROWS, D), k_t, b_ts, is_async=True)
+    if HAS_TK:
+        mbarrier.wait(full.index(1), 0)
+        tk_t = matrix(ring, 1, BN, D).permute((1, 0))
+        b_ts = warpgroup_mma(matrix(q_s, w, GROUP_ROWS, D), tk_t, b_ts, is_async=True)
+    b_ts = warpgroup_mma_wait(0, deps=[b_ts])
+    b_c = gl.sum(b_ts, 1) * (scale / gl.minimum(LK, BN))
+    return gl.where(gl.abs(b_c) < float("inf"), b_c, 0.0)
+
+
+@gluon.jit
 def consume_dual(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
     D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
@@ -80,6 +100,8 @@ def consume_dual(
     b_to = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     mbarrier.wait(q_bar, 0)
+    if HAS_TS:
+        b_c = tangent_center(w, q_s, tq_s, ring, full, LK, scale, zero, D, BN, HAS_TQ, HAS_TK)
     k_slot = 0
     k_phase = 0
     for MASKED in gl.static_range(2):
@@ -137,7 +159,7 @@ def consume_dual(
                     mbarrier.wait(full.index(tv_slot), tv_phase)
                     b_to = warpgroup_mma(p, matrix(ring, tv_slot, BN, D), b_to, is_async=True)
                 if HAS_TS:  # behind the products just issued
-                    b_pt = b_p * (b_ts * scale)
+                    b_pt = b_p * (b_ts * scale - gl.expand_dims(b_c, 1))
                     b_mu = b_mu * alpha + gl.sum(b_pt, 1)
                     pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
                     b_to = warpgroup_mma(pt, v, b_to, is_async=True)
@@ -156,6 +178,8 @@ def consume_dual(
     store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, o_l)
     store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, o_l)
     store_statistics(LSE, i_b * HQ + i_h, row, LQ, (b_m + gl.log2(b_l)) * LN2, r_l)
+    if HAS_TS:
+        b_mu += b_c
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
 
 

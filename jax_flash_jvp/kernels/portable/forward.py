@@ -4,7 +4,8 @@
     ȯ = (P∘Ṡ) V + P V̇ − μ∘o                  μ = rowsum(P∘Ṡ)             Ṡ = σ (Q̇ Kᵀ + Q K̇ᵀ)
 
 One pass over the keys with an online softmax (arXiv:2307.08691, algorithm 1).  (P∘Ṡ)V and P V̇ are rescaled alike, so they
-share an accumulator, and μ∘o is taken off at the end: two [BM, BD] accumulators in all.
+share an accumulator, and μ∘o is taken off at the end: two [BM, BD] accumulators in all.  Ṡ and μ are counted from a constant
+of each row, which cancels (`tangent_center`).
 """
 
 import triton
@@ -20,6 +21,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     query_block,
     scores,
     store_rows,
+    tangent_center,
     tangent_scores,
     visible,
 )
@@ -59,6 +61,12 @@ def forward(
     b_mu = tl.zeros([BM], tl.float32)
     b_to = tl.zeros([BM, BD], tl.float32) if HAS_TANGENT else 0.0
 
+    if HAS_TS:
+        b_k = load_rows(K + k_offset, 0, s_k, o_n, o_d, LK, D, True)
+        b_tk = b_k
+        if HAS_TK:
+            b_tk = load_rows(TK + k_offset, 0, s_k, o_n, o_d, LK, D, True)
+        b_c = tangent_center(tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION), LK, scale, BN)
     whole, stop = key_bounds(i_m, LK, BM, BN, CAUSAL)
     for MASKED in tl.static_range(2):  # first the tiles that every row sees whole, then the diagonal and the ragged end
         if not MASKED or CAUSAL or RAGGED:
@@ -95,7 +103,7 @@ def forward(
                     b_tv = load_rows(TV + v_offset, row, s_v, o_n, o_d, LK, D, MASKED)
                     b_to = tl.dot(operand(b_p, b_v.dtype, PRECISION), b_tv, b_to, input_precision=PRECISION)
                 if HAS_TS:
-                    b_pt = b_p * (b_ts * scale)
+                    b_pt = b_p * (b_ts * scale - b_c[:, None])
                     b_mu = b_mu * alpha + tl.sum(b_pt, 1)
                     b_to = tl.dot(operand(b_pt, b_v.dtype, PRECISION), b_v, b_to, input_precision=PRECISION)
 
@@ -109,6 +117,8 @@ def forward(
     if HAS_TANGENT:
         b_mu = b_mu / b_l
         store_rows(TO + o_offset, i_m * BM, s_o, o_r, o_d, LQ, D, b_to / b_l[:, None] - b_mu[:, None] * b_o)
+        if HAS_TS:
+            b_mu += tl.where(lse == -float("inf"), 0.0, b_c)
         tl.store(MU + i_bh * LQ + o_m, b_mu, mask=o_m < LQ)
 
 
@@ -143,6 +153,12 @@ def tangent(
     b_mu = tl.zeros([BM], tl.float32)
     b_to = tl.zeros([BM, BD], tl.float32)
 
+    if HAS_TS:
+        b_k = load_rows(K + k_offset, 0, s_k, o_n, o_d, LK, D, True)
+        b_tk = b_k
+        if HAS_TK:
+            b_tk = load_rows(TK + k_offset, 0, s_k, o_n, o_d, LK, D, True)
+        b_c = tangent_center(tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION), LK, scale, BN)
     whole, stop = key_bounds(i_m, LK, BM, BN, CAUSAL)
     for MASKED in tl.static_range(2):
         if not MASKED or CAUSAL or RAGGED:
@@ -160,7 +176,8 @@ def tangent(
                     b_tk = b_k
                     if HAS_TK:
                         b_tk = load_rows(TK + k_offset, row, s_k, o_n, o_d, LK, D, MASKED)
-                    b_pt = b_p * (tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION) * scale)
+                    b_ts = tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
+                    b_pt = b_p * (b_ts * scale - b_c[:, None])
                     b_mu += tl.sum(b_pt, 1)
                     b_to = tl.dot(operand(b_pt, b_v.dtype, PRECISION), b_v, b_to, input_precision=PRECISION)
 
@@ -168,4 +185,6 @@ def tangent(
     o_offset = (i_b * LQ * HQ + i_h) * D
     b_o = load_rows(O + o_offset, i_m * BM, s_o, o_r, o_d, LQ, D, True).to(tl.float32)
     store_rows(TO + o_offset, i_m * BM, s_o, o_r, o_d, LQ, D, b_to - b_mu[:, None] * b_o)
+    if HAS_TS:
+        b_mu += tl.where(lse2 == float("inf"), 0.0, b_c)
     tl.store(MU + i_bh * LQ + o_m, b_mu, mask=o_m < LQ)

@@ -12,7 +12,7 @@ import triton
 from jax_flash_jvp.kernels.launcher import Launcher, Output
 from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
-from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, padded, tile
+from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, padded, product, tile
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 STRIDE_UNIT = 16  # elements; what Triton makes use of
@@ -35,7 +35,10 @@ class _Call:
             *(batch // unit for batch, *_ in strides),
         )  # fmt: skip
         self.shape_constants = dict(D=self.head_dim, BD=padded(self.head_dim))
-        self.constants = dict(self.shape_constants, UNIT=unit, CAUSAL=problem.is_causal, PRECISION=problem.precision)
+        self.constants = dict(
+            self.shape_constants, UNIT=unit, CAUSAL=problem.is_causal,
+            PRECISION=product(problem.precision, self.head_dim),
+        )  # fmt: skip
         for name, (_, sequence, head) in zip("qkv", strides, strict=True):
             self.constants.update({f"s_{name}": sequence, f"s_{name}h": head})
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")

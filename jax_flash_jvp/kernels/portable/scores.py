@@ -78,6 +78,14 @@ def tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ: tl.constexpr, HAS_TK: tl.conste
 
 
 @triton.jit
+def tangent_center(b_ts, LK, scale, BN: tl.constexpr):
+    """A constant for each row, the mean of its tangent scores over the first tile of keys.  P∘Ṡ is rounded to the inputs'
+    dtype: where the scores of a row move together, less is lost of P∘(Ṡ − c), and the rest of the formula is the same."""
+    b_c = tl.sum(b_ts, 1) * (scale / tl.minimum(LK, BN))
+    return tl.where(tl.abs(b_c) < float("inf"), b_c, 0.0)  # hidden keys may hold anything
+
+
+@triton.jit
 def log2_sum_exp(b_lse):
     """ℓ in base 2; +inf for rows that see nothing, so that their probabilities are zero."""
     return tl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)

@@ -78,12 +78,12 @@ _TF32 = dict(  # up to head dim 128 within 99 KiB
     value_side_dual=((32, 32, 4, 2), (32, 16, 8, 2)),
     query_side_dual=((16, 32, 4, 2), (16, 16, 8, 2, 500)),
 )
-_IEEE = dict(  # no tensor cores: a product is unrolled over the head dim, which must fit the registers
-    forward=((32, 32, 4, 1), (16, 16, 8, 2), (16, 16, 8, 2)),
-    forward_dual=((32, 16, 4, 2),),
-    tangent=((32, 16, 8, 2),),
-    key_side=((16, 32, 4, 2), (16, 16, 8, 2), (16, 16, 8, 2)),
-    query_side=((32, 16, 4, 2), (16, 16, 8, 2), (16, 16, 8, 2)),
+_IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled over the head dim; then see `product`
+    forward=((32, 32, 4, 1), (32, 32, 8, 2), (16, 16, 8, 2)),
+    forward_dual=((32, 16, 4, 2), (16, 16, 8, 2, 1000)),
+    tangent=((32, 16, 8, 2), (16, 16, 8, 2, 1000)),
+    key_side=((16, 32, 4, 2), (16, 32, 8, 2, 200), (16, 16, 8, 2, 1000)),
+    query_side=((32, 16, 4, 2), (16, 32, 8, 2), (16, 16, 8, 2, 500)),
     key_side_dual=((16, 16, 8, 2, 600),),
     value_side_dual=((16, 16, 8, 2),),
     query_side_dual=((16, 16, 8, 2, 800),),
@@ -99,6 +99,12 @@ _LIKE = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100}  # other GPUs have little s
 def padded(head_dim: int) -> int:
     """Matrix products want powers of two from 16 on."""
     return max(16, triton.next_power_of_2(head_dim))
+
+
+def product(precision: str, head_dim: int) -> str:
+    """How `tl.dot` multiplies float32: "ieee" of wide heads as three products of TF32 parts, for the unrolled products of
+    the other cores would not fit the registers."""
+    return "tf32x3" if precision == "ieee" and padded(head_dim) > HEAD_DIMS[0] else precision
 
 
 def accumulators(head_dim: int) -> int:
