@@ -17,7 +17,8 @@ AttentionFunction = Callable[..., jax.Array]
 
 def naive_attention_fn(query: jax.Array, key: jax.Array, value: jax.Array, **_: object) -> jax.Array:
     """softmax(Q Kᵀ / √d) V as it is written, with logits and weights as whole [length, length] arrays."""
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=dtype)
     weights = jax.nn.softmax(logits / np.sqrt(query.shape[-1]), axis=-1).astype(value.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
@@ -34,6 +35,13 @@ def position_waves(side: int, width: int) -> np.ndarray:
     waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     rows, columns = np.repeat(waves, side, axis=0), np.tile(waves, (side, 1))
     return np.concatenate([rows, columns], axis=1).astype(np.float32)
+
+
+def to_patches(images: jax.Array, patch: int) -> jax.Array:
+    """[batch, height, width, 1] → [batch, token, patch²]"""
+    batch, height, width, _ = images.shape
+    grid = images.reshape(batch, height // patch, patch, width // patch, patch)
+    return grid.transpose(0, 1, 3, 2, 4).reshape(batch, -1, patch**2)
 
 
 class TimeEmbedding(nnx.Module):
@@ -96,7 +104,8 @@ class DiffusionTransformer(nnx.Module):
         self.out = nnx.Linear(width, config.patch**2, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, images: jax.Array, times: tuple[jax.Array, ...], labels: jax.Array) -> jax.Array:
-        tokens = self.embed_patches(self._to_patches(images)) + self.positions[...].astype(self.embed_patches.dtype)
+        tokens = self.embed_patches(to_patches(images, self.patch))
+        tokens = tokens + self.positions[...].astype(tokens.dtype)
         condition = self.embed_class(labels)
         for embed, time in zip(self.embed_times, times, strict=True):
             condition = condition + embed(time)
@@ -106,11 +115,46 @@ class DiffusionTransformer(nnx.Module):
         tokens = self.norm(tokens) * (1 + scale) + shift
         return self._to_image(self.out(tokens.astype(images.dtype)))
 
-    def _to_patches(self, images: jax.Array) -> jax.Array:  # [batch, height, width, 1] → [batch, token, patch²]
-        grid = images.reshape(-1, self.side, self.patch, self.side, self.patch)
-        return grid.transpose(0, 1, 3, 2, 4).reshape(-1, self.side**2, self.patch**2)
-
     def _to_image(self, patches: jax.Array) -> jax.Array:
         grid = patches.reshape(-1, self.side, self.side, self.patch, self.patch)
         size = self.side * self.patch
         return grid.transpose(0, 1, 3, 2, 4).reshape(-1, size, size, 1)
+
+
+class EncoderBlock(nnx.Module):
+    """Self-attention and a perceptron, each on normalized tokens and added to them."""
+
+    def __init__(self, config: TrainingConfig, rngs: nnx.Rngs):
+        width, dtype = config.width, jnp.dtype(config.dtype)
+        attention = make_attention_fn(config.attention)
+        self.norm_attention = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            config.heads, width, dtype=dtype, decode=False, attention_fn=attention, rngs=rngs
+        )
+        self.norm_perceptron = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.expand = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
+        self.contract = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        tokens = tokens + self.attention(self.norm_attention(tokens))
+        return tokens + self.contract(nnx.gelu(self.expand(self.norm_perceptron(tokens))))
+
+
+class Classifier(nnx.Module):
+    """A vision transformer (Dosovitskiy et al. 2021, arXiv:2010.11929): images → a logit for each class."""
+
+    def __init__(self, config: TrainingConfig, rngs: nnx.Rngs):
+        side = config.mosaic * DIGIT_SIZE // config.patch
+        self.patch = config.patch
+        self.embed_patches = nnx.Linear(config.patch**2, config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.positions = nnx.Param(jnp.asarray(position_waves(side, config.width)))
+        self.blocks = nnx.List(EncoderBlock(config, rngs) for _ in range(config.depth))
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.out = nnx.Linear(config.width, CLASSES, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        tokens = self.embed_patches(to_patches(images, self.patch))
+        tokens = tokens + self.positions[...].astype(tokens.dtype)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.out(self.norm(tokens.mean(axis=1)))

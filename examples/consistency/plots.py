@@ -26,10 +26,7 @@ def sample_grid(path: Path, title: str, panels: Mapping[str, np.ndarray], column
     for axis, name, picture in zip(axes.flat, panels, pictures, strict=False):
         axis.imshow(picture, cmap="gray_r", vmin=-1, vmax=1, interpolation="nearest")
         axis.set_title(name, fontsize=11, color=INK)
-    figure.suptitle(title, fontsize=14, color=INK)
-    figure.tight_layout(w_pad=3, h_pad=2)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, title, path)
 
 
 def curves(path: Path, title: str, history: Sequence[Mapping[str, float]], names: Mapping[str, str]) -> None:
@@ -45,15 +42,26 @@ def curves(path: Path, title: str, history: Sequence[Mapping[str, float]], names
         axis.set_yscale("log")
         # Networks start at zero: do not spread the axis for the first few steps.
         axis.set_ylim(bottom=0.8 * np.quantile(values[values > 0], 0.05))
-        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        label_axes(axis, "step", label)
+    save(figure, title, path)
+
+
+def label_axes(axis: plt.Axes, horizontal: str, title: str) -> None:
+    """Titles, a grid, and plain numbers where the vertical scale is logarithmic."""
+    axis.set_xlabel(horizontal)
+    axis.set_title(title, fontsize=11, color=INK)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    if axis.get_yscale() == "log":
+        low, high = axis.get_ylim()
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 1e3 * low else (1,)))
         axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
         axis.yaxis.set_minor_formatter(ticker.NullFormatter())
-        axis.set_xlabel("step")
-        axis.set_title(label, fontsize=11, color=INK)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: plt.Figure, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=14, color=INK)
-    figure.tight_layout(w_pad=3)
+    figure.tight_layout(w_pad=3, h_pad=2)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -20,7 +20,7 @@ from consistency.data import Digits
 
 Parameters = Any
 History = list[dict[str, float]]
-LossFunction = Callable[[Parameters, jax.Array, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+LossFunction = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class TrainState(NamedTuple):
@@ -41,13 +41,16 @@ def initial_state(parameters: Parameters, optimizer: optax.GradientTransformatio
 
 
 def make_train_step(
-    loss: LossFunction, optimizer: optax.GradientTransformation, config: TrainingConfig
+    loss: LossFunction, optimizer: optax.GradientTransformation, config: TrainingConfig, needs_average: bool = False
 ) -> Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    """A step down loss(parameters, key, images, labels), or, where it needs them, loss(parameters, average, key, …)."""
+
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         # The step alone decides the noise, so that a resumed run repeats the uninterrupted one.
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        gradients, metrics = jax.grad(loss, has_aux=True)(state.parameters, key, images, labels)
+        weights = (state.parameters, state.average) if needs_average else (state.parameters,)
+        gradients, metrics = jax.grad(loss, has_aux=True)(*weights, key, images, labels)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
         # A short memory at first: the initial weights should not linger in the average.
