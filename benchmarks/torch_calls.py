@@ -21,7 +21,6 @@ from torch_bridge import scaled_dot_product_attention
 
 ROWS, HEADS = 2, 1
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # else the math backend computes in float32, and slowly
 torch._functorch.config.donated_buffer = False  # private: compiled backwards that may run again
 
 

@@ -339,6 +339,8 @@ def backward(
     THROUGH_SHARED: gl.constexpr = not ROW and (
         WANT_TA or WANT_TC
     )  # else the few that are needed come straight from memory
+    if not ROW and not RAGGED:
+        LQ = LQ // T * T  # as in portable/backward.py
     LA = LQ if ROW else LK
     LB = LK if ROW else LQ
     HA = HQ if ROW else HQ // GROUP

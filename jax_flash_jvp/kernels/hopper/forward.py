@@ -60,28 +60,16 @@ def produce(
 
 
 @gluon.jit
-def tangent_center(
-    w: gl.constexpr, q_s, tq_s, ring, full, LK, scale, zero, D: gl.constexpr, BN: gl.constexpr, HAS_TQ: gl.constexpr,
-    HAS_TK: gl.constexpr,
-):  # fmt: skip
+def tangent_center(b_ts, LK, scale, BN: gl.constexpr):
     """As in `portable/scores.py`."""
-    b_ts = zero
-    mbarrier.wait(full.index(0), 0)
-    if HAS_TQ:
-        k_t = matrix(ring, 0, BN, D).permute((1, 0))
-        b_ts = warpgroup_mma(matrix(tq_s, w, GROUP_ROWS, D), k_t, b_ts, is_async=True)
-    if HAS_TK:
-        mbarrier.wait(full.index(1), 0)
-        tk_t = matrix(ring, 1, BN, D).permute((1, 0))
-        b_ts = warpgroup_mma(matrix(q_s, w, GROUP_ROWS, D), tk_t, b_ts, is_async=True)
-    b_ts = warpgroup_mma_wait(0, deps=[b_ts])
     b_c = gl.sum(b_ts, 1) * (scale / gl.minimum(LK, BN))
     return gl.where(gl.abs(b_c) < float("inf"), b_c, 0.0)
 
 
 @gluon.jit
 def consume_dual(
-    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
+    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+    q_row, whole, n,
     D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
@@ -100,8 +88,7 @@ def consume_dual(
     b_to = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     mbarrier.wait(q_bar, 0)
-    if HAS_TS:
-        b_c = tangent_center(w, q_s, tq_s, ring, full, LK, scale, zero, D, BN, HAS_TQ, HAS_TK)
+    c_s = center.index(w)  # in registers it would crowd others out
     k_slot = 0
     k_phase = 0
     for MASKED in gl.static_range(2):
@@ -159,7 +146,9 @@ def consume_dual(
                     mbarrier.wait(full.index(tv_slot), tv_phase)
                     b_to = warpgroup_mma(p, matrix(ring, tv_slot, BN, D), b_to, is_async=True)
                 if HAS_TS:  # behind the products just issued
-                    b_pt = b_p * (b_ts * scale - gl.expand_dims(b_c, 1))
+                    if j == 0:
+                        c_s.store(tangent_center(b_ts, LK, scale, BN))
+                    b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
                     b_mu = b_mu * alpha + gl.sum(b_pt, 1)
                     pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
                     b_to = warpgroup_mma(pt, v, b_to, is_async=True)
@@ -179,7 +168,7 @@ def consume_dual(
     store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, o_l)
     store_statistics(LSE, i_b * HQ + i_h, row, LQ, (b_m + gl.log2(b_l)) * LN2, r_l)
     if HAS_TS:
-        b_mu += b_c
+        b_mu += c_s.load(r_l)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
 
 
@@ -253,14 +242,15 @@ def consume_plain(
 
 @gluon.jit
 def consume(
-    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
+    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+    q_row, whole, n,
     D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     if HAS_TQ or HAS_TK or HAS_TV:
         consume_dual(
-            w, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
-            D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
+            w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole,
+            n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
         )  # fmt: skip
     else:
         consume_plain(
@@ -302,14 +292,15 @@ def forward(
     full = barriers(SLOTS, 1)
     empty = barriers(SLOTS, 2)
     turn = barriers(2, 1)
+    center = gl.allocate_shared_memory(gl.float32, [2, GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
-                   D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV)),
-        (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
-                   D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV)),
+        (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+                   q_row, whole, n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV)),
+        (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+                   q_row, whole, n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV)),
         (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
                    BN, SLOTS, HAS_TQ, HAS_TK, HAS_TV)),
     ], [4, 1], [240, 24])  # fmt: skip

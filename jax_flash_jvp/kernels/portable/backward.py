@@ -87,6 +87,8 @@ def key_side(
     """(dK, dV) and their tangents for one block of keys: a pass over the queries of every head that reads these keys.
     Tiles are transposed, [BN, BM].  Absent query rows need no mask: their ℓ is +∞, so that P = 0."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK
+    if not RAGGED:
+        LQ = LQ // BM * BM  # the same, but with a divisor that the compiler sees: it loads statistics in pairs
     n_n = tl.cdiv(LK, BN)
     i_n = tl.program_id(0) % n_n
     i_bh = (tl.program_id(0) // n_n).to(tl.int64)  # of key heads
