@@ -41,7 +41,8 @@ def curves(path: Path, title: str, history: Sequence[Mapping[str, float]], names
         axis.plot(steps, smooth, color=INK, linewidth=1.8)
         axis.set_yscale("log")
         # Networks start at zero: do not spread the axis for the first few steps.
-        axis.set_ylim(bottom=0.8 * np.quantile(values[values > 0], 0.05))
+        if np.any(values > 0):
+            axis.set_ylim(bottom=0.8 * np.quantile(values[values > 0], 0.05))
         label_axes(axis, "step", label)
     save(figure, title, path)
 
