@@ -10,6 +10,7 @@ from flax import nnx
 
 from consistency.config import TrainingConfig
 from consistency.data import CLASSES, DIGIT_SIZE
+from consistency.waves import position_waves, time_frequencies
 from jax_flash_jvp.flax import attention_fn
 
 AttentionFunction = Callable[..., jax.Array]
@@ -29,14 +30,6 @@ def make_attention_fn(name: str) -> AttentionFunction:
     return functools.partial(attention_fn, implementation=None if name == "auto" else name)
 
 
-def position_waves(side: int, width: int) -> np.ndarray:
-    """[side², width]: sines and cosines of row and column, at wavelengths from 2π to 2π · 10,000 tokens."""
-    angles = np.arange(side)[:, None] * np.geomspace(1, 1e-4, width // 4)
-    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-    rows, columns = np.repeat(waves, side, axis=0), np.tile(waves, (side, 1))
-    return np.concatenate([rows, columns], axis=1).astype(np.float32)
-
-
 def to_patches(images: jax.Array, patch: int) -> jax.Array:
     """[batch, height, width, 1] → [batch, token, patch²]"""
     batch, height, width, _ = images.shape
@@ -45,13 +38,8 @@ def to_patches(images: jax.Array, patch: int) -> jax.Array:
 
 
 class TimeEmbedding(nnx.Module):
-    """Low frequencies only: the derivative in time, which these methods train on, grows with the highest one.
-
-    With the 1,000 that diffusion models use for times in [0, 1], the tangent drowns the velocity.
-    """
-
-    def __init__(self, width: int, dtype: jnp.dtype, rngs: nnx.Rngs, highest_frequency: float = 8.0):
-        self.frequencies = tuple(np.geomspace(0.5, highest_frequency, width // 2).tolist())
+    def __init__(self, width: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.frequencies = tuple(time_frequencies(width // 2).tolist())
         self.hidden = nnx.Linear(2 * len(self.frequencies), width, dtype=dtype, rngs=rngs)
         self.out = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
 

@@ -1,0 +1,118 @@
+"""The diffusion transformer of models_jax.py in PyTorch: the same network, initialized alike."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from consistency.config import TrainingConfig
+from consistency.data import CLASSES, DIGIT_SIZE
+from consistency.waves import position_waves, time_frequencies
+from torch_bridge import scaled_dot_product_attention
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """softmax(Q Kᵀ / √d) V as it is written, with logits and weights as whole [length, length] arrays."""
+    logits = (query @ key.mT).float() / np.sqrt(query.shape[-1])
+    return torch.softmax(logits, -1).to(value.dtype) @ value
+
+
+ATTENTIONS: dict[str, AttentionFunction] = {"auto": scaled_dot_product_attention, "naive": naive_attention}
+
+
+class Linear(nn.Linear):
+    """Computes in `dtype`, whatever the input has; the parameters stay float32."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, zeros: bool = False):
+        super().__init__(inputs, outputs)
+        self.dtype = dtype
+        nn.init.normal_(self.weight, std=0.0 if zeros else inputs**-0.5)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), self.bias.to(self.dtype))
+
+
+class TimeEmbedding(nn.Module):
+    def __init__(self, width: int, dtype: torch.dtype):
+        super().__init__()
+        frequencies = torch.tensor(time_frequencies(width // 2), dtype=torch.float32)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.hidden = Linear(2 * len(frequencies), width, dtype)
+        self.out = Linear(width, width, dtype)
+
+    def forward(self, time: Tensor) -> Tensor:  # [batch] → [batch, width]
+        angles = time[:, None] * self.frequencies
+        return self.out(F.silu(self.hidden(torch.cat([torch.sin(angles), torch.cos(angles)], -1))))
+
+
+class Block(nn.Module):
+    """Self-attention and a perceptron, each with its scale, shift and gate from the condition (adaLN-Zero)."""
+
+    def __init__(self, width: int, heads: int, attention: AttentionFunction, dtype: torch.dtype):
+        super().__init__()
+        self.heads, self.attention = heads, attention
+        self.modulation = Linear(width, 6 * width, dtype, zeros=True)
+        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.query_key_value = Linear(width, 3 * width, dtype)
+        self.project = Linear(width, width, dtype)
+        self.expand = Linear(width, 4 * width, dtype)
+        self.contract = Linear(4 * width, width, dtype)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        modulation = self.modulation(F.silu(condition))[:, None, :].chunk(6, -1)
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = modulation
+        tokens = tokens + gate_1 * self._attend(self.norm(tokens) * (1 + scale_1) + shift_1)
+        hidden = self.expand(self.norm(tokens) * (1 + scale_2) + shift_2)
+        return tokens + gate_2 * self.contract(F.gelu(hidden, approximate="tanh"))
+
+    def _attend(self, tokens: Tensor) -> Tensor:
+        parts = self.query_key_value(tokens).chunk(3, -1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        return self.project(self.attention(query, key, value).transpose(1, 2).flatten(-2))
+
+
+class DiffusionTransformer(nn.Module):
+    """Images [batch, height, width, 1], any fixed number of times and a class label → an image of the same shape."""
+
+    def __init__(self, config: TrainingConfig, times: int):
+        super().__init__()
+        if config.attention not in ATTENTIONS:
+            raise ValueError(f"`attention` must be one of {', '.join(ATTENTIONS)}: got {config.attention}")
+        width, dtype = config.width, getattr(torch, config.dtype)
+        self.patch = config.patch
+        self.side = config.mosaic * DIGIT_SIZE // config.patch
+        self.embed_patches = Linear(config.patch**2, width, dtype)
+        self.embed_times = nn.ModuleList(TimeEmbedding(width, dtype) for _ in range(times))
+        self.embed_class = nn.Embedding(CLASSES, width)
+        nn.init.normal_(self.embed_class.weight, std=width**-0.5)
+        self.positions = nn.Parameter(torch.tensor(position_waves(self.side, width)))
+        attention = ATTENTIONS[config.attention]
+        self.blocks = nn.ModuleList(Block(width, config.heads, attention, dtype) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.modulation = Linear(width, 2 * width, dtype, zeros=True)
+        self.out = Linear(width, config.patch**2, torch.float32, zeros=True)
+
+    def forward(self, images: Tensor, times: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        tokens = self.embed_patches(self._to_patches(images))
+        tokens = tokens + self.positions.to(tokens.dtype)
+        condition = self.embed_class(labels).to(tokens.dtype)
+        for embed, time in zip(self.embed_times, times, strict=True):
+            condition = condition + embed(time)
+        for block in self.blocks:
+            tokens = block(tokens, condition)
+        shift, scale = self.modulation(F.silu(condition))[:, None, :].chunk(2, -1)
+        return self._to_image(self.out(self.norm(tokens) * (1 + scale) + shift))
+
+    def _to_patches(self, images: Tensor) -> Tensor:  # [batch, height, width, 1] → [batch, token, patch²]
+        grid = images.reshape(-1, self.side, self.patch, self.side, self.patch)
+        return grid.permute(0, 1, 3, 2, 4).reshape(-1, self.side**2, self.patch**2)
+
+    def _to_image(self, patches: Tensor) -> Tensor:
+        grid = patches.reshape(-1, self.side, self.side, self.patch, self.patch)
+        size = self.side * self.patch
+        return grid.permute(0, 1, 3, 2, 4).reshape(-1, size, size, 1)

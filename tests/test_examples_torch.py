@@ -1,0 +1,143 @@
+"""The PyTorch examples run, resume, and train on two processes as on one; JAX and PyTorch compute the same MeanFlow loss
+and gradients."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+TINY = dict(steps=4, checkpoint_every=2, log_every=2, batch=20, samples=40, width=16, heads=2, depth=1)
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def run(script: str, folder: Path, monkeypatch, **options) -> dict:
+    """metrics.json of a short run in this process."""
+    import consistency.report
+
+    # Fitting the classifier takes longer than the training; test_examples.py does it.
+    monkeypatch.setattr(consistency.report, "Judge", lambda *_: lambda digits: judge(digits.images))
+    module = __import__(script)
+    module.main(module.Config(**TINY | options, output=str(folder)))
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def judge(images: np.ndarray) -> dict[str, float]:
+    return {"class_agreement": 0.5, "frechet_distance": float(np.square(images).mean())}
+
+
+SCRIPTS = {
+    "meanflow_torch": {},
+    "meanflow_torch-naive": dict(attention="naive"),
+    "meanflow_torch-bfloat16": dict(dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_script_runs_and_resumes(case, tmp_path, monkeypatch):
+    script, options = case.split("-")[0], SCRIPTS[case]
+    whole = run(script, tmp_path / "whole", monkeypatch, **options)
+    assert whole["steps"] == 4
+    assert set(whole["quality"]) == {"1 step", "2 steps", "4 steps", "held-out digits"}
+    assert all(np.isfinite(figure) for figures in whole["quality"].values() for figure in figures.values())
+    for picture in ("samples.png", "curves.png"):
+        assert (tmp_path / "whole" / picture).read_bytes().startswith(b"\x89PNG")
+
+    # As if the run had been stopped after the checkpoint at step 2.
+    checkpoints = tmp_path / "resumed" / "checkpoints"
+    shutil.copytree(tmp_path / "whole" / "checkpoints", checkpoints)
+    (last,) = checkpoints.glob("4*")
+    last.unlink() if last.is_file() else shutil.rmtree(last)
+    resumed = run(script, tmp_path / "resumed", monkeypatch, **options, resume=True)
+    for figure in ("steps", "loss", "quality"):
+        assert resumed[figure] == whole[figure]
+
+
+def test_two_processes_train_as_one(tmp_path, monkeypatch):
+    run("meanflow_torch", tmp_path / "one", monkeypatch)
+    options = [f"--{name}={value}" for name, value in TINY.items()]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    process = subprocess.run(
+        [*launch, EXAMPLES / "meanflow_torch.py", *options, "--output", tmp_path / "two"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert json.loads((tmp_path / "two" / "metrics.json").read_text())["processes"] == 2
+    one, two = (torch.load(tmp_path / folder / "checkpoints" / "4.pt", weights_only=True) for folder in ("one", "two"))
+    for name, parameter in one["method"].items():
+        torch.testing.assert_close(two["method"][name], parameter)
+
+
+def test_compiled_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # C++ takes a minute
+    run("meanflow_torch", tmp_path, monkeypatch, compile=True, checkpoint_every=4)
+
+
+def test_jax_and_torch_compute_the_same_meanflow():
+    import meanflow_jax
+    import meanflow_torch
+
+    options = dict(width=16, heads=2, depth=2, batch=8)
+    config = meanflow_jax.Config(**options)
+    graph, parameters = nnx.split(meanflow_jax.DiffusionTransformer(config, times=2, rngs=nnx.Rngs(0)))
+    leaves, structure = jax.tree.flatten(parameters)
+    keys = jax.random.split(jax.random.key(1), len(leaves))  # zero-initialized layers would hide what is behind them
+    leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    parameters = jax.tree.unflatten(structure, leaves)
+    method = meanflow_jax.MeanFlow(config, graph)
+    x, labels = meanflow_jax.training_batch(meanflow_jax.load_digits()[0], config.batch, config.mosaic, 0, 0)
+    key = jax.random.key(2)
+    (loss, metrics), gradients = jax.jit(jax.value_and_grad(method.loss, has_aux=True))(
+        parameters, key, jnp.asarray(x), jnp.asarray(labels)
+    )
+    time_key, noise_key = jax.random.split(key)
+    random = (jax.random.normal(noise_key, x.shape), *method.sample_times(time_key, config.batch))
+
+    torch_method = meanflow_torch.MeanFlow(meanflow_torch.Config(**options))
+    torch_method.network.load_state_dict(to_torch(parameters))
+    torch_loss, torch_metrics = torch_method(*(torch.tensor(np.asarray(part)) for part in (x, labels, *random)))
+    torch_loss.backward()
+
+    assert torch_loss.item() == pytest.approx(float(loss), rel=1e-6)
+    for name, value in metrics.items():
+        assert torch_metrics[name].item() == pytest.approx(float(value), rel=1e-6)
+    expected = to_torch(gradients)
+    for name, parameter in torch_method.network.named_parameters():
+        error = torch.linalg.vector_norm(parameter.grad - expected[name]) / torch.linalg.vector_norm(expected[name])
+        assert error < 16 * torch.finfo(torch.float32).eps, name
+
+
+def to_torch(state: nnx.State) -> dict[str, torch.Tensor]:
+    """Parameters, or gradients, of the Flax transformer under the names that they have in the PyTorch one."""
+    arrays = {".".join(map(str, path)): np.asarray(leaf) for path, leaf in nnx.to_flat_state(state)}
+    width = arrays["positions"].shape[-1]
+    result = {}
+    for path, array in arrays.items():
+        if ".attention." in path:
+            array = array.reshape((width, width) if path.endswith("kernel") else width)  # without the axis of heads
+        name = path.replace("kernel", "weight").replace("embedding", "weight").replace("attention.out", "project")
+        result[name] = torch.tensor(array.T if path.endswith("kernel") else array)
+    for name in [name for name in result if ".attention.query." in name]:
+        parts = [result.pop(name.replace("query", part)) for part in ("query", "key", "value")]
+        result[name.replace("attention.query", "query_key_value")] = torch.cat(parts)
+    return result
