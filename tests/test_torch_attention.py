@@ -17,9 +17,10 @@ from torch.func import grad, jvp, vjp  # noqa: E402
 
 import torch_bridge  # noqa: E402
 from jax_flash_jvp import interpret  # noqa: E402
+from jax_flash_jvp.kernels.launcher import pointers  # noqa: E402
 from jax_flash_jvp.problem import Problem  # noqa: E402
 from test_torch_oracle import check, leaves, naive  # noqa: E402
-from torch_bridge import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, reference  # noqa: E402
+from torch_bridge import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, operators, reference  # noqa: E402  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -406,3 +407,81 @@ def test_kernels_in_bfloat16():
     got = launch.run(NumpyLauncher(), "forward_dual", problem, x, tx=tx)
     for a, b in zip(got, reference.run("forward_dual", problem, x, tx), strict=True):
         np.testing.assert_allclose(a.float(), b.float(), rtol=0.02, atol=0.02)
+
+
+class PlannedLauncher(NumpyLauncher):
+    """Keeps what a plan is made of."""
+
+    def __init__(self):
+        self.launched = []
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        results = super().launch(kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages)
+        arguments = [*pointers(inputs), *scalars, *results]
+        tensors = [a if isinstance(a, torch.Tensor) else None for a in arguments]
+
+        def run(*arguments):
+            numbers = [memory(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+            interpret.launch(kernel, (grid,), *numbers, **constants)
+
+        self.launched.append(({(grid, 1, 1): run}, grid, arguments, tensors, results))
+        return results
+
+
+def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():
+    launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
+    groups, problem = operators.OPERATORS["backward_dual"][0], Problem(0.3, is_causal=True)
+    want = [True, True, True, False, True, False, True, False]
+
+    def arguments(seed):
+        q, k, v, t_q, t_v, d_o, d_to = (
+            normal(1, n, 2, 8, seed=seed + i, dtype=torch.float32).transpose(1, 2)
+            for i, n in enumerate((19, 17, 17, 19, 17, 19, 19))
+        )
+        y = reference.run("forward_dual", problem, (q, k, v, None), (t_q, None, t_v, None))
+        y = [a if i % 2 else a.mT.contiguous().mT for i, a in enumerate(y)]
+        return [q, k, v, None, t_q, None, t_v, None, d_o, None, d_to, None, *y, True, 0.3, want]
+
+    def computed(args):
+        *tensors, _ = operators.split("backward_dual", args)
+        launcher = PlannedLauncher()
+        results = launch.run(launcher, "backward_dual", problem, **dict(zip(groups, tensors, strict=True)), want=want)
+        return results, launcher.launched
+
+    first, second = arguments(0), arguments(100)
+    for a in (12, 14):  # o and ȯ in the order in which the kernels read them
+        first[a], second[a] = (x[a].transpose(1, 2).contiguous().transpose(1, 2) for x in (first, second))
+    plan = plans.made(first, *reversed(computed(first)))
+    assert plans.look("backward_dual", first) == plans.look("backward_dual", second)
+    got, expected = plans.follow(plan, second), computed(second)[0]
+    for a, b in zip(got, expected, strict=True):
+        assert (b is None) == (a.numel() == 0)
+        if b is not None:
+            assert a.stride() == b.stride()
+            np.testing.assert_array_equal(a, b)
+    assert not any(isinstance(a, torch.Tensor) for launched in plan.launches for a in launched.arguments)
+
+
+@pytest.mark.parametrize("change", ["shape", "strides", "dtype", "address", "shared", "absent", "static"])
+def test_calls_that_look_different(change):
+    plans = pytest.importorskip("torch_bridge.plans")
+    x = [torch.zeros(1, 2, 4, 8) for _ in range(3)]
+    other = dict(
+        shape=[torch.zeros(1, 2, 5, 8), *x[1:]],
+        strides=[torch.zeros(1, 4, 2, 8).transpose(1, 2), *x[1:]],
+        dtype=[x[0].half(), *x[1:]],
+        address=[torch.zeros(65)[1:].view(1, 2, 4, 8), *x[1:]],
+        shared=[x[0], x[0], x[2]],
+        absent=[*x[:2], None],
+        static=x,
+    )[change]
+    assert plans.look("forward", [*x, False]) != plans.look("forward", [*other, change == "static"])
+    assert plans.look("forward", [*x, False]) == plans.look("forward", [*x, False])
+
+
+def test_no_plan_of_a_call_that_copied():
+    launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
+    x = [dense(1, 2, 8, 17, seed=i).mT for i in range(3)]
+    launcher = PlannedLauncher()
+    results = launch.run(launcher, "forward", Problem(0.3), (*x, None))
+    assert plans.made([*x, None, False, 0.3], launcher.launched, results) is None

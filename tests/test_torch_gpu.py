@@ -23,7 +23,7 @@ from test_torch_oracle import (  # noqa: E402
     loss,
     naive,
 )
-from torch_bridge import reference  # noqa: E402
+from torch_bridge import plans, reference  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -143,6 +143,19 @@ def test_layouts(layout, kernels_alone):
     for other in (make, LAYOUTS["BLHD"]):
         tangents = tuple(other(200, 4, 5 + i) for i in range(3))
         as_exact_as_naive(x, tangents, (make(200, 4, 8), make(200, 4, 9)))
+
+
+def test_calls_like_earlier_ones(kernels_alone):
+    """They follow the plan of the first, whatever the tensors hold and whether some are the same."""
+    plans.plans.clear()
+    make = lambda seed: tuple(LAYOUTS["BLHD"](130, 2, seed + i) for i in range(3))
+    counts = []
+    for seed in (0, 10, 20):
+        x, tangents = make(seed), make(seed + 3)
+        as_exact_as_naive(x, tangents, (make(seed + 6)[0], make(seed + 7)[0]))
+        as_exact_as_naive(x, x, (make(seed + 6)[0], make(seed + 7)[0]))
+        counts.append(len(plans.plans))
+    assert counts[0] == counts[-1] > 0
 
 
 def test_expanded_heads(kernels_alone):
@@ -283,7 +296,7 @@ def microseconds(f, times=300):
 
 
 def test_overhead_of_a_call(capsys, kernels_alone):
-    """Target: 80 µs for a JVP.  Printed rather than asserted tightly: it depends on the host."""
+    """A JVP aims at 80 µs.  Asserted loosely: it depends on the host."""
     q, k, v = (normal(1, 2, 64, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
     dual = torch.autograd.forward_ad
     with dual.dual_level(), torch.no_grad():
@@ -296,4 +309,4 @@ def test_overhead_of_a_call(capsys, kernels_alone):
     with capsys.disabled():
         print(f"\nhost time of a call, µs: JVP in a dual level {in_level:.0f}, torch.func.jvp {by_jvp:.0f}")
         print(f"(of two additions {torch_jvp:.0f}), without tangents {plain:.0f}, torch's SDPA {theirs:.0f}")
-    assert in_level < 400
+    assert in_level < 160

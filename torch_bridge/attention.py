@@ -123,7 +123,7 @@ def _attend(query, key, value, mask, is_causal: bool, scale, enable_gqa: bool) -
     if mask is not None:
         mask = _four_dimensional(mask, (*rows, x[1].shape[-2]))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
-    check_operands(Operands(*(_Described(a.shape[::2] + a.shape[1::2], a.dtype) for a in (q, k, v))))
+    _check(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     o, _ = ops.forward(q, k, v, mask, bool(is_causal), scale, torch.compiler.is_compiling())
     return o if whole else o.reshape(*rows, v.shape[-1])
@@ -134,6 +134,18 @@ class _Described(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+_checked: set[tuple] = set()  # found good
+
+
+def _check(*described) -> None:
+    if not torch.compiler.is_compiling() and described in _checked:
+        return
+    shapes, dtypes = described[:3], described[3:]
+    check_operands(Operands(*(_Described(s[::2] + s[1::2], d) for s, d in zip(shapes, dtypes, strict=True))))
+    if not torch.compiler.is_compiling() and len(_checked) < 4096:
+        _checked.add(described)
 
 
 def _broadcast(x, enable_gqa: bool):

@@ -10,6 +10,7 @@ import torch
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Output, Rows, pointers
 from jax_flash_jvp.problem import Operands, Problem, unserved
+from torch_bridge import plans
 
 
 class TorchLauncher:
@@ -18,9 +19,8 @@ class TorchLauncher:
     descriptors = True
 
     def __init__(self, device: torch.device):
-        self.device = device
-        major, minor = torch.cuda.get_device_capability(device)
-        self.target = 10 * major + minor
+        self.device, self.target = device, _capability(device)
+        self.launched: list[tuple] = []  # for a plan
 
     def strides(self, array: torch.Tensor) -> tuple[int, ...]:
         return array.stride()
@@ -34,18 +34,44 @@ class TorchLauncher:
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None) -> Any:
         results = [self.empty(o) for o in outputs]
-        arguments = [_descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]
+        given = pointers(inputs)
+        arguments = [*(_descriptor(i) if isinstance(i, Rows) else i for i in given), *scalars, *results]
         options = dict(constants) if registers is None else dict(constants, maxnreg=registers)
-        here = self.device.index == torch.cuda.current_device()
-        with contextlib.nullcontext() if here else torch.cuda.device(self.device):
-            kernel[(grid,)](
-                *arguments, *scalars, *results, **options,
-                num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
-            )  # fmt: skip
+        compiled = kernel[(grid,)](
+            *arguments, **options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
+        )
+        tensors = [*(i.array if isinstance(i, Rows) else i for i in given), *(None for _ in scalars), *results]
+        constexprs = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        nothing = [None] * len(constexprs)
+        self.launched.append((compiled, grid, [*arguments, *constexprs], [*tensors, *nothing], results))
         return results
 
 
-on = functools.cache(TorchLauncher)
+@functools.cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _on(device: torch.device) -> Any:
+    return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def planned(name: str, args) -> tuple[torch.Tensor, ...] | None:
+    """The results of an operator, where there is a plan for such a call."""
+    plan = plans.plans.get(plans.look(name, args))
+    if plan is None:
+        return None
+    with _on(args[0].device):
+        return plans.follow(plan, args)
+
+
+def computed(name: str, args, groups, problem: Problem) -> tuple[torch.Tensor, ...]:
+    launcher = TorchLauncher(args[0].device)
+    with _on(launcher.device):
+        results = run(launcher, name, problem, **groups)
+        plans.keep(plans.look(name, args), plans.made(args, launcher.launched, results))
+    return tuple(args[0].new_empty(0) if a is None else a for a in results)
 
 
 def _descriptor(rows: Rows) -> Any:

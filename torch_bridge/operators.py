@@ -77,19 +77,22 @@ def _allocate(name: str, q, k, v, mask, *rest) -> tuple[Tensor, ...]:
 
 
 def _compute(name: str, *args) -> tuple[Tensor, ...]:
-    *tensors, (is_causal, scale, *rest) = split(name, args)
-    if name == "forward" and rest == [True] and forward_ad._current_level >= 0:  # private
+    if name == "forward" and args[-1] is True and forward_ad._current_level >= 0:  # private
         raise RuntimeError(LOST)
     launches[name] += 1
-    q, problem = args[0], problem_of(args[0], is_causal, scale)
-    groups = dict(zip(OPERATORS[name][0], tensors, strict=True), want=args[-1] if name.startswith("backward") else ())
-    if q.is_cuda:
+    device = args[0].device
+    if device.type == "cuda":
         from torch_bridge import launch  # imports Triton
 
-        if launch.served(groups["x"], problem):
-            results = launch.run(launch.on(q.device), name, problem, **groups)
-            return tuple(q.new_empty(0) if a is None else a for a in results)
-    with torch.autocast(q.device.type, enabled=False):
+        results = launch.planned(name, args)
+        if results is not None:
+            return results
+    *tensors, (is_causal, scale, *_) = split(name, args)
+    problem = problem_of(args[0], is_causal, scale)
+    groups = dict(zip(OPERATORS[name][0], tensors, strict=True), want=args[-1] if name.startswith("backward") else ())
+    if device.type == "cuda" and launch.served(groups["x"], problem):
+        return launch.computed(name, args, groups, problem)
+    with torch.autocast(device.type, enabled=False):
         values = reference.run(name, problem, **groups)
     results = _allocate(name, *args)
     for result, value in zip(results, values, strict=False):

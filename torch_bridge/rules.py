@@ -18,12 +18,15 @@ One convention holds throughout: y and ty are functions of x and tx, and get no 
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function  # private
-from torch.autograd import forward_ad
 
 from torch_bridge import reference
 from torch_bridge.operators import library, ops, problem_of, split
 
 NONE = (None,) * 4
+_unpack_dual, _make_dual = (
+    torch._VF._unpack_dual,
+    torch._VF._make_dual,
+)  # private: those of forward_ad, without the wrapping
 INSIDE = (
     "a second derivative of attention was taken in reverse mode while the forward_ad.dual_level of its inputs is open: "
     "close the level before you call backward, or use torch.func.jvp and torch.func.grad"
@@ -34,8 +37,9 @@ def _some(tensors) -> bool:
     return any(t is not None for t in tensors)
 
 
-def _unpack(tensors):  # level=0: compiled graphs open the level in C++, where the default would not see it
-    pairs = [(None, None) if t is None else tuple(forward_ad.unpack_dual(t, level=0)) for t in tensors]
+def _unpack(tensors):
+    """Primals and tangents.  Level 0 by name: compiled graphs open it in C++, where forward_ad would not see it."""
+    pairs = [(None, None) if t is None else _unpack_dual(t, level=0) for t in tensors]
     return tuple(p for p, _ in pairs), tuple(t for _, t in pairs)
 
 
@@ -45,7 +49,7 @@ def _pack(primals, tangents, inputs=NONE):
     if _some(inputs):
         both = _record(_refuse, both, both, inputs)
     pairs = zip(both[:n], both[n:], strict=True)
-    return tuple(p if t is None or p.dim() == 1 else forward_ad.make_dual(p, t, level=0) for p, t in pairs)
+    return tuple(p if t is None or p.dim() == 1 else _make_dual(p, t, level=0) for p, t in pairs)
 
 
 def _below(op, *args):

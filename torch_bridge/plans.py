@@ -1,0 +1,100 @@
+"""A call like an earlier one, without the Python in between.
+
+Which kernels a call launches, and with which arguments, follows from what its tensors look like, but takes longer to work
+out than a small kernel runs.  A plan keeps the outcome: compiled kernels, and arguments in which the tensors of the next
+such call replace those of the first.  A call that copied a tensor, to round or to order it, has no plan.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Launch(NamedTuple):
+    """Tensors are known by their places: the arguments of the call first, then the outputs of each launch in turn."""
+
+    run: Callable  # the compiled kernel
+    outputs: list[tuple]  # shape, strides and dtype of each
+    arguments: list[Any]  # None where a tensor belongs
+    pointers: list[tuple[int, int]]  # (of an argument, of its tensor)
+    descriptors: list[tuple[int, int, type, dict]]  # and the descriptor's class and fields
+
+
+class Plan(NamedTuple):
+    launches: list[Launch]
+    results: list[int | None]  # None: not wanted
+
+
+plans: dict[tuple, Plan] = {}
+MOST_PLANS = 4096
+
+
+def keep(looks: tuple, plan: Plan | None) -> None:
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    if plan is not None:
+        plans[looks] = plan
+
+
+def look(name: str, args: Sequence[Any]) -> tuple:
+    """All that the choice of kernels and arguments depends on: a plan holds for calls that look the same."""
+    addresses = [a.data_ptr() if isinstance(a, Tensor) else None for a in args]
+    parts = [
+        (a.shape, a.stride(), a.dtype, address % 16, addresses.index(address))  # the last says which are the same
+        if address is not None
+        else (tuple(a) if isinstance(a, list) else a)
+        for a, address in zip(args, addresses, strict=True)
+    ]
+    q = args[0]
+    return name, q.device.index, q.dtype == torch.float32 and torch.get_float32_matmul_precision(), *parts
+
+
+def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The results of the operator for these arguments."""
+    tensors = list(args)
+    device = args[0].device
+    for launch in plan.launches:
+        for shape, strides, dtype in launch.outputs:
+            tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+        arguments = launch.arguments.copy()
+        for i, place in launch.pointers:
+            arguments[i] = tensors[place]
+        for i, place, kind, fields in launch.descriptors:
+            arguments[i] = descriptor = object.__new__(kind)
+            descriptor.__dict__.update(fields, base=tensors[place])
+        launch.run(*arguments)
+    return tuple(args[0].new_empty(0) if place is None else tensors[place] for place in plan.results)
+
+
+def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tensor | None]) -> Plan | None:
+    """Of one call: its `launched` = (compiled kernel, grid, arguments, their tensors, outputs).  None where some tensor is
+    neither an argument of the call nor an output of an earlier launch."""
+    places: dict[int, int] = {}
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            places.setdefault(a.data_ptr(), i)
+    seen = {a.data_ptr(): a for a in results if a is not None}
+    count, launches = len(args), []
+    for compiled, grid, arguments, tensors, outputs in launched:
+        for output in outputs:
+            places[output.data_ptr()], count = count, count + 1
+        if any(t is not None and t.data_ptr() not in places for t in tensors):
+            return None
+        as_seen = [seen.get(o.data_ptr(), o) for o in outputs]
+        at = [(i, None if t is None else places[t.data_ptr()]) for i, t in enumerate(tensors)]
+        launches.append(
+            Launch(
+                compiled[(grid, 1, 1)],
+                [(a.shape, a.stride(), a.dtype) for a in as_seen],
+                [a if t is None else None for a, t in zip(arguments, tensors, strict=True)],
+                [(i, p) for i, p in at if p is not None and arguments[i] is tensors[i]],
+                [
+                    (i, p, type(arguments[i]), dict(vars(arguments[i]), base=None))
+                    for i, p in at
+                    if p is not None and arguments[i] is not tensors[i]
+                ],
+            )
+        )
+    return Plan(launches, [None if a is None else places[a.data_ptr()] for a in results])
