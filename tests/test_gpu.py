@@ -1,6 +1,9 @@
 """The kernels on a GPU, launched by jax-triton, at real sizes: `pytest -m gpu`."""
 
 import importlib.metadata
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +121,9 @@ def test_float32_is_ieee_when_asked(shape):
     with jax.default_matmul_precision("highest"):
         for title in titles:
             job = jobs(shape[-1])[title]
-            oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), triton, operands(shape), "float32", largest_score=4)
+            oracle.assert_as_exact_as_naive(
+                jax.jit(job, static_argnums=0), triton, operands(shape), "float32", largest_score=4
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -193,6 +198,37 @@ def test_same_bits_every_time():
         first = jax.tree.map(np.asarray, run(x, tx, g))
         for _ in range(5):
             jax.tree.map(np.testing.assert_array_equal, first, jax.tree.map(np.asarray, run(x, tx, g)))
+
+
+BUSY = """
+import jax, sys, time
+a = jax.numpy.ones((4096, 4096), "bfloat16")
+product, end = jax.jit(lambda a: a @ a), time.time() + 40
+while time.time() < end:
+    product(a).block_until_ready()
+    sys.stdout.write(".")
+    sys.stdout.flush()
+"""
+
+
+def test_same_bits_beside_another_process():
+    """Blocks are interrupted then, and others' data lie in their shared memory."""
+    jitted = []
+    for head_dim in (64, 128):
+        x, tx, g = jax.tree.map(
+            lambda a: jnp.asarray(a, jnp.bfloat16), operands((4, 2000, 2000, 6, 6, head_dim, False))
+        )
+        for job in jobs(False).values():
+            run = jax.jit(lambda *a, j=job: jax.tree.map(lambda a: a.astype(jnp.float32).sum(-1), j(triton, *a)))
+            jitted.append((run, (x, tx, g), jax.tree.map(np.asarray, run(x, tx, g))))
+    environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, env=environment) as other:
+        assert other.stdout.read(1) == b"."  # it runs
+        for _ in range(20):
+            for run, args, first in jitted:
+                jax.tree.map(np.testing.assert_array_equal, first, jax.tree.map(np.asarray, run(*args)))
+        assert other.poll() is None
+        other.kill()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -380,13 +380,18 @@ def backward(
     ta_s = tiles(ta_d, 2) if USE_TA else a_s
     tc_s = tiles(tc_d, 2) if USE_TC else a_s
     ring = tiles(b_d, SLOTS)
-    stats = gl.allocate_shared_memory(gl.float32, [8, T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     a_bar = barriers(1, 1).index(0)
     full = barriers(SLOTS, 1)
     empty = barriers(SLOTS, 2)
-    s_full = barriers(2, 1)
-    s_empty = barriers(2, 2)
-    turn = barriers(2, 1)
+    # none that is not used: its memory would be given to others
+    turn = barriers(2, 1) if TURNS else full
+    stats = full
+    s_full = full
+    s_empty = full
+    if THROUGH_SHARED:
+        stats = gl.allocate_shared_memory(gl.float32, [8, T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        s_full = barriers(2, 1)
+        s_empty = barriers(2, 2)
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()

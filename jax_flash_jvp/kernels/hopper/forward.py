@@ -291,8 +291,10 @@ def forward(
     q_bar = barriers(1, 1).index(0)
     full = barriers(SLOTS, 1)
     empty = barriers(SLOTS, 2)
-    turn = barriers(2, 1)
-    center = gl.allocate_shared_memory(gl.float32, [2, GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    turn = barriers(2, 1) if TURNS else full  # an unused barrier's memory would be given to others
+    center = full
+    if HAS_TQ or HAS_TK:
+        center = gl.allocate_shared_memory(gl.float32, [2, GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
