@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import PRODUCTS, Case, Contender, Prepared, end_heads, timed
 
 from jax_flash_jvp import dot_product_attention
+from measure import PRODUCTS, Case, Contender, Prepared, end_heads, timed
 
 ROWS, HEADS = 1, 2
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64

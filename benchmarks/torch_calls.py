@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-from measure import Case, Contender, Prepared, end_heads, timed
 from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from measure import Case, Contender, Prepared, end_heads, timed
 from torch_bridge import scaled_dot_product_attention
 
 ROWS, HEADS = 2, 1

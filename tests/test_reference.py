@@ -361,7 +361,7 @@ def test_arrays_grow_as_the_length(function):
     assert 0 < short < long <= 2 * short
 
 
-@pytest.mark.parametrize("name", ["every-kernel", "grad-of-jvp"])
+@pytest.mark.parametrize("name", ["every-kernel", "grad-of-jvp", "jvp-of-jvp"])
 def test_compiled_memory_grows_as_the_length(name):
     problem = Problem(0.5)
     short, long = (
