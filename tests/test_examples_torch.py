@@ -1,5 +1,5 @@
-"""The PyTorch examples run, resume, and train on two processes as on one; JAX and PyTorch compute the same MeanFlow loss
-and gradients."""
+"""The PyTorch examples, and sCM in JAX, run, resume, and train on two processes as on one; JAX and PyTorch compute the
+same losses and gradients."""
 
 import functools
 import json
@@ -47,6 +47,8 @@ SCRIPTS = {
     "meanflow_torch": {},
     "meanflow_torch-naive": dict(attention="naive"),
     "meanflow_torch-bfloat16": dict(dtype="bfloat16"),
+    "scm_torch": dict(diffusion_steps=2),
+    "scm_jax": dict(diffusion_steps=2),
 }
 
 
@@ -93,38 +95,47 @@ def test_compiled_step(tmp_path, monkeypatch):
     run("meanflow_torch", tmp_path, monkeypatch, compile=True, checkpoint_every=4)
 
 
-def test_jax_and_torch_compute_the_same_meanflow():
-    import meanflow_jax
-    import meanflow_torch
-
+@pytest.mark.parametrize("method", ["meanflow", "scm"])
+def test_jax_and_torch_compute_the_same(method):
+    """The loss, what is logged, and all gradients."""
+    in_jax, in_torch = __import__(f"{method}_jax"), __import__(f"{method}_torch")
     options = dict(width=16, heads=2, depth=2, batch=8)
-    config = meanflow_jax.Config(**options)
-    graph, parameters = nnx.split(meanflow_jax.DiffusionTransformer(config, times=2, rngs=nnx.Rngs(0)))
+    config = in_jax.Config(**options)
+    x, labels = in_jax.training_batch(in_jax.load_digits()[0], config.batch, config.mosaic, 0, 0)
+    times = 2 if method == "meanflow" else 1
+    graph, parameters = nnx.split(in_jax.DiffusionTransformer(config, times=times, rngs=nnx.Rngs(0)))
     leaves, structure = jax.tree.flatten(parameters)
     keys = jax.random.split(jax.random.key(1), len(leaves))  # zero-initialized layers would hide what is behind them
     leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
     parameters = jax.tree.unflatten(structure, leaves)
-    method = meanflow_jax.MeanFlow(config, graph)
-    x, labels = meanflow_jax.training_batch(meanflow_jax.load_digits()[0], config.batch, config.mosaic, 0, 0)
-    key = jax.random.key(2)
-    (loss, metrics), gradients = jax.jit(jax.value_and_grad(method.loss, has_aux=True))(
-        parameters, key, jnp.asarray(x), jnp.asarray(labels)
-    )
-    time_key, noise_key = jax.random.split(key)
-    random = (jax.random.normal(noise_key, x.shape), *method.sample_times(time_key, config.batch))
 
-    torch_method = meanflow_torch.MeanFlow(meanflow_torch.Config(**options))
+    key = jax.random.key(2)
+    if method == "meanflow":
+        jax_method, torch_method = in_jax.MeanFlow(config, graph), in_torch.MeanFlow(in_torch.Config(**options))
+        time_key, noise_key = jax.random.split(key)
+        warmup, random = (), (jax.random.normal(noise_key, x.shape), *jax_method.sample_times(time_key, len(x)))
+    else:
+        jax_method = in_jax.ConsistencyModel(config, graph, data_deviation=0.7)
+        torch_method = in_torch.ConsistencyModel(in_torch.Config(**options), data_deviation=0.7)
+        t, x_t, velocity = jax_method.sample_path(key, x)
+        cos, sin = (f(t)[:, None, None, None] for f in (jnp.cos, jnp.sin))
+        warmup, random = (0.6,), (np.full(len(x), 0.6, np.float32), sin * x_t + cos * velocity, t)
     torch_method.network.load_state_dict(to_torch(parameters))
+
+    (loss, metrics), gradients = jax.jit(jax.value_and_grad(jax_method.loss, has_aux=True))(
+        parameters, key, jnp.asarray(x), jnp.asarray(labels), *warmup
+    )
     torch_loss, torch_metrics = torch_method(*(torch.tensor(np.asarray(part)) for part in (x, labels, *random)))
     torch_loss.backward()
 
-    assert torch_loss.item() == pytest.approx(float(loss), rel=1e-6)
+    rounding = 16 * torch.finfo(torch.float32).eps
+    assert torch_loss.item() == pytest.approx(float(loss), rel=rounding)
     for name, value in metrics.items():
-        assert torch_metrics[name].item() == pytest.approx(float(value), rel=1e-6)
+        assert torch_metrics[name].item() == pytest.approx(float(value), rel=rounding)
     expected = to_torch(gradients)
     for name, parameter in torch_method.network.named_parameters():
         error = torch.linalg.vector_norm(parameter.grad - expected[name]) / torch.linalg.vector_norm(expected[name])
-        assert error < 16 * torch.finfo(torch.float32).eps, name
+        assert error < rounding, name
 
 
 def to_torch(state: nnx.State) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ def compare(config: TrainingConfig) -> int:
     Each run has a process of its own: a device's peak memory cannot be reset within one, and one that runs out of
     memory must not take the others with it. This process leaves the device alone.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("`compare` starts processes of its own: run it with python, not with torchrun")
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
     attentions = config.attention.split(",")

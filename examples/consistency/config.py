@@ -28,6 +28,7 @@ class TrainingConfig:
     batch: int = option(128, "images per training step")
     learning_rate: float = option(2e-3, "of AdamW, after the warm-up")
     warmup_steps: int = option(100, "steps in which the learning rate rises from zero")
+    beta1: float = option(0.9, "AdamW's decay of the momentum")
     beta2: float = option(0.95, "AdamW's decay of the second moment")
     weight_decay: float = option(0.0, "AdamW's weight decay")
     ema_decay: float = option(0.995, "decay of the averaged weights, from which samples are drawn")

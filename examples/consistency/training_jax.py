@@ -27,7 +27,7 @@ class TrainState(NamedTuple):
 
 def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:
     schedule = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-    return optax.adamw(schedule, b2=config.beta2, weight_decay=config.weight_decay)
+    return optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay)
 
 
 def initial_state(parameters: Parameters, optimizer: optax.GradientTransformation) -> TrainState:

@@ -91,8 +91,9 @@ def train(
     rank, processes = rank_and_processes()
     if config.batch % processes:
         raise ValueError(f"`batch` must be a multiple of the {processes} processes: got {config.batch}")
+    betas = config.beta1, config.beta2
     optimizer = torch.optim.AdamW(
-        method.parameters(), config.learning_rate, betas=(0.9, config.beta2), weight_decay=config.weight_decay
+        method.parameters(), config.learning_rate, betas=betas, weight_decay=config.weight_decay
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
