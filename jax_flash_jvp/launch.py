@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_flash_jvp import interpret, reference
@@ -31,7 +32,7 @@ def _second(x, tx, _, t, *, problem):
     inputs, tangents = (x[:DIFFERENTIABLE], tx[:DIFFERENTIABLE]), (t[0][:DIFFERENTIABLE], t[1][:DIFFERENTIABLE])
     leaves, tree = jax.tree.flatten(inputs)
     pairs = zip(leaves, leaves_like(inputs, tangents), strict=True)
-    filled = tree.unflatten([jax.numpy.zeros_like(a) if t is None else t for a, t in pairs])
+    filled = tree.unflatten([jnp.zeros_like(a) if t is None else t for a, t in pairs])
     rest = x[DIFFERENTIABLE:]
     return jax.jvp(lambda x, tx: reference.forward_dual(Operands(*x, *rest), Operands(*tx), problem), inputs, filled)[1]
 
@@ -90,7 +91,7 @@ def _kernel_forward_dual(launcher, problem, x, tx):
 
 
 def _kernel_backward_dual(launcher, problem, x, y, cty, t, want, want_tangent):
-    dtx, dx = jobs.backward_dual(launcher, problem, x, y, cty, t, want[:3], want_tangent[:3])
+    dtx, dx = jobs.backward_dual(launcher, problem, x, y, cty, t, want, want_tangent)
     return dtx, dx
 
 
@@ -98,21 +99,43 @@ _KERNELS: dict[str, Callable] = {
     "forward": lambda launcher, problem, x: jobs.forward(launcher, problem, x)[:2],
     "forward_dual": _kernel_forward_dual,
     "tangent": lambda launcher, problem, x, y, tx: jobs.tangent(launcher, problem, x, y[0], y[1], tx),
-    "backward": lambda launcher, problem, x, y, cy, want: jobs.backward(launcher, problem, x, y, cy, want[:3]),
+    "backward": lambda launcher, problem, x, y, cy, want: jobs.backward(launcher, problem, x, y, cy, want),
     "backward_dual": _kernel_backward_dual,
     "backward_tangent": lambda launcher, problem, x, y, cty, _, t, want: jobs.backward_dual(
-        launcher, problem, x, y, cty, t, (False,) * 3, want[:3]
+        launcher, problem, x, y, cty, t, (False,) * len(want), want
     )[1],
 }
 
 
 def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem: Any, **static: Any) -> Any:
     """The leading axes are folded into the batch: here, where a device sees its own shard alone."""
-    lead = x.query.shape[:-4]
-    if lead:
-        x, *args = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(lead) + 1 :]), (x, *args))
-    out = _KERNELS[name](launcher, problem, x, *args, **static)
-    return jax.tree.map(lambda a: a.reshape(*lead, -1, *a.shape[1:]), out) if lead else out
+    lead, batch = x.query.shape[:-4], x.query.shape[-4]
+    if not lead:
+        return _KERNELS[name](launcher, problem, x, *args, **static)
+
+    def fold(a):
+        return a.reshape(-1, *a.shape[len(lead) + 1 :])
+
+    def spread(part):  # what the entries of a batch share, but not all that are folded
+        if not isinstance(part, Operands):
+            return part
+        shared = {n: a for n, a in (("bias", part.bias), ("mask", part.mask)) if a is not None}
+        return part._replace(**{n: jnp.broadcast_to(a, (*lead, batch, *a.shape[-3:])) for n, a in shared.items()})
+
+    def unfold(a):
+        return a.reshape(*lead, -1, *a.shape[1:])
+
+    bias = x.bias
+    is_operands = lambda part: isinstance(part, Operands)
+    x, *args = jax.tree.map(fold, jax.tree.map(spread, (x, *args), is_leaf=is_operands))
+    out = jax.tree.map(unfold, _KERNELS[name](launcher, problem, x, *args, **static))
+
+    def unspread(part):
+        if not is_operands(part) or part.bias is None or part.bias.shape == bias.shape:
+            return part
+        return part._replace(bias=part.bias.sum(len(lead), keepdims=True))
+
+    return jax.tree.map(unspread, out, is_leaf=is_operands)
 
 
 # ------------------------------------------------------------------------------------------------ the choice
@@ -166,6 +189,13 @@ class _Contiguous:
     def round_to_tf32(self, array: Any) -> Any:
         return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=10)
 
+    def summed(self, array: Any, by_column: bool, like: Any) -> Any:
+        array = array[:, :, None, :] if by_column else array[..., None]
+        batch, heads = like.shape[:2]
+        array = array.reshape(*array.shape[:1], heads, -1, *array.shape[2:]).sum(2)
+        axes = [axis for axis in (0, 2, 3) if like.shape[axis] == 1]
+        return array.sum(axes, keepdims=True).astype(like.dtype)
+
 
 def _shapes(outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
@@ -183,7 +213,7 @@ class Interpreter(_Contiguous):
 
         def host(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
-            results = [np.full(o.shape, np.nan, jax.numpy.dtype(o.dtype)) for o in outputs]
+            results = [np.full(o.shape, np.nan, jnp.dtype(o.dtype)) for o in outputs]
             interpret.launch(kernel, (grid,), *[arrays[s] for s in slots], *scalars, *results, **constants)
             return tuple(results)
 

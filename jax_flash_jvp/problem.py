@@ -4,7 +4,8 @@ Imports no framework: shapes are tuples and dtypes are names, so that JAX and Py
 Everywhere below the public functions the logical layout is
 
     query [*, B, T, N, H]    key [*, B, S, K, H]    value [*, B, S, K, Hv]    output [*, B, T, N, Hv]
-    bias, mask [*, 1|B, 1|N, 1|T, 1|S]    query_lengths, key_lengths [*, B]    log_sum_exp [*, B, N, T]
+    bias, mask [*, 1|B, 1|K|N, 1|T, 1|S]    query_lengths, key_lengths [*, B]    log_sum_exp [*, B, N, T]
+    query_segments [*, B, T]    key_segments [*, B, S]    seed [*, B, 2]
 
 where `*` stands for the leading axes that vmap adds, and K divides N (grouped-query attention).
 """
@@ -29,6 +30,9 @@ class Operands(NamedTuple):
     mask: Any = None
     query_lengths: Any = None
     key_lengths: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    seed: Any = None  # of dropout
 
 
 DIFFERENTIABLE = 4  # the first four of Operands have tangents; the rest select
@@ -40,9 +44,20 @@ class Problem:
 
     scale: float
     is_causal: bool = False
-    window: tuple[int, int] | None = None  # (left, right): keys from i - left to i + right
+    window: tuple[int | None, int | None] | None = None  # (left, right): keys from i - left to i + right; None: all
+    lower_right: bool = False  # count i from the end: the last query is where the last key is
+    soft_cap: float | None = None  # c of c tanh(σ q·k / c)
+    dropout_rate: float = 0.0
     precision: str = "ieee"  # of float32 products: "ieee" or "tf32"
     implementation: str | None = None  # None: the kernels on a GPU where they serve the call, else the tiled reference
+
+    def reach(self, queries: int, keys: int) -> tuple[int | None, int | None]:
+        """(left, right): query i sees keys i - left to i + right; None: no such limit."""
+        left, right = self.window or (None, None)
+        if self.is_causal:
+            right = min(right or 0, 0)
+        shift = keys - queries if self.lower_right else 0
+        return left if left is None else left - shift, right if right is None else right + shift
 
 
 def shape_of(name: str, array: Any) -> tuple[int, ...]:
@@ -82,13 +97,22 @@ def check_operands(x: Operands) -> None:
                 f"`{name}` must have between 1 and {MAX_HEAD_DIM} channels a head: got {name}[..., {channels}]; "
                 "split the channels over more heads"
             )
-    scores = (query[0], query[2], query[1], key[1])
+    batch, queries, keys = query[0], query[1], key[1]
     for name, array in (("bias", x.bias), ("mask", x.mask)):
         if array is not None:
-            _check_broadcast(name, shape_of(name, array), scores)
-    for name, array in (("query_seq_lengths", x.query_lengths), ("key_value_seq_lengths", x.key_lengths)):
-        if array is not None and shape_of(name, array) != query[:1]:
-            raise ValueError(f"`{name}` must have shape ({query[0]},), one length a batch entry: got {array.shape}")
+            _check_broadcast(name, shape_of(name, array), (batch, query[2], queries, keys), key[2])
+    for name, array, shape, what in (
+        ("query_seq_lengths", x.query_lengths, (batch,), "one length a batch entry"),
+        ("key_value_seq_lengths", x.key_lengths, (batch,), "one length a batch entry"),
+        ("query_segment_ids", x.query_segments, (batch, queries), "one segment a query"),
+        ("key_value_segment_ids", x.key_segments, (batch, keys), "one segment a key"),
+    ):
+        if array is not None and shape_of(name, array) != shape:
+            raise ValueError(f"`{name}` must have shape {shape}, {what}: got {tuple(array.shape)}")
+        if array is not None and dtype_of(array) != "int32":
+            raise TypeError(f"`{name}` must be int32: got {dtype_of(array)}; cast it")
+    if (x.query_segments is None) != (x.key_segments is None):
+        raise ValueError("`query_segment_ids` and `key_value_segment_ids` must be given together, or neither")
 
 
 def _check_dtypes(x: Operands) -> None:
@@ -109,33 +133,19 @@ def _check_dtypes(x: Operands) -> None:
             f"`mask` must be boolean, True where a query attends: got {dtype_of(x.mask)}; "
             "cast it, or pass an additive mask as `bias`"
         )
-    for name, array in (("query_seq_lengths", x.query_lengths), ("key_value_seq_lengths", x.key_lengths)):
-        if array is not None and dtype_of(array) != "int32":
-            raise TypeError(f"`{name}` must be int32: got {dtype_of(array)}; cast it")
 
 
-def _check_broadcast(name: str, shape: Sequence[int], scores: Sequence[int]) -> None:
+def _check_broadcast(name: str, shape: Sequence[int], scores: Sequence[int], key_heads: int) -> None:
     fits = len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, scores, strict=True))
-    if not fits:
+    if not fits and not (len(shape) == 4 and shape[1] == key_heads and all(shape[i] in (1, scores[i]) for i in (0, 2, 3))):
         raise ValueError(
-            f"`{name}` must broadcast to (batch, query heads, query length, key length) = {tuple(scores)}: got {tuple(shape)}"
+            f"`{name}` must broadcast to (batch, query heads, query length, key length) = {tuple(scores)}, or have the "
+            f"{key_heads} heads of `key`: got {tuple(shape)}"
         )
 
 
 def unserved(x: Operands, problem: Problem) -> str | None:
     """What of this call the kernels do not serve, or None."""
-    for name, array in (
-        ("bias", x.bias),
-        ("mask", x.mask),
-        ("query_seq_lengths", x.query_lengths),
-        ("key_value_seq_lengths", x.key_lengths),
-    ):
-        if array is not None:
-            return f"`{name}`"
-    if problem.window is not None:
-        return "`local_window_size`"
     if dtype_of(x.query) not in KERNEL_DTYPES:
         return f"{dtype_of(x.query)} arrays"
-    if x.value.shape[-1] != x.query.shape[-1]:
-        return "a `value` whose channels differ from those of `query`"
     return None

@@ -14,7 +14,7 @@ from recorded import launches_of
 HEAD_DIMS = (16, 32, 64, 128, 256)
 KINDS = {"half": ("bfloat16", "ieee"), "tf32": ("float32", "tf32"), "ieee": ("float32", "ieee")}
 TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-NOTHING, QUERY, VALUE, KEY_AND_VALUE = (False,) * 3, (True, False, False), (False, False, True), (False, True, True)
+NOTHING, QUERY, VALUE, KEY_AND_VALUE = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "v", "kv"))
 
 
 class Recorder:

@@ -11,7 +11,7 @@ from jax_flash_jvp.kernels.launcher import Rows, pointers
 from jax_flash_jvp.problem import Operands, Problem
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-NOTHING, QUERY, KEYS, VALUES = (False,) * 3, (True, False, False), (False, True, False), (False, False, True)
+NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
 # bytes that a thread stores, admitted with Triton 3.9; with 3.6 the kernels hardly spill
 SPILL = {("forward_dual", 64): 2200}
 SPILL_OTHERS = 640

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import oracle
 from jax_flash_jvp import dot_product_attention
-from jax_flash_jvp.kernels.portable import backward, forward, scores
+from jax_flash_jvp.kernels.portable import backward, bias, forward, scores, visibility
 
 ALL = (0, 1, 2)
 
@@ -243,18 +243,18 @@ PLAIN, CAUSAL = Shape(17, 35, N=4, K=2, D=4), Shape(33, 17, N=2, K=1, D=4, causa
 MUTANTS = {
     "mu-dropped": (forward, "b_to / b_l[:, None] - b_mu[:, None] * b_o", "b_to / b_l[:, None]", PLAIN),
     "mu-dropped-linear": (forward, "b_to - b_mu[:, None] * b_o", "b_to", PLAIN),
-    "scale-doubled": (forward, "b_p * (b_ts * scale - b_c", "b_p * (b_ts * scale * 2 - b_c", PLAIN),
+    "scale-doubled": (scores, "b_ts = b_ts * scale\n", "b_ts = b_ts * scale * 2\n", PLAIN),
     "not-rescaled": (forward, "b_mu = b_mu * alpha + ", "b_mu = b_mu + ", PLAIN),
-    "last-block-unmasked": (scores, "(o_n < LK) & (o_m >= 0)", "(o_n < LK + 16) & (o_m >= 0)", PLAIN),
-    "causal-by-one": (scores, "o_n <= o_m", "o_n < o_m", CAUSAL),
-    "causal-stop": (scores, "(i_m + 1) * BM", "i_m * BM", CAUSAL),
+    "last-block-unmasked": (visibility, "(o_n < key_end) & (o_m >= 0)", "(o_n < key_end + 16) & (o_m >= 0)", PLAIN),
+    "causal-by-one": (visibility, "o_n <= o_m + right", "o_n < o_m + right", CAUSAL),
+    "causal-stop": (visibility, "(i_m + 1) * BM + right", "i_m * BM + right", CAUSAL),
     "group-not-summed": (backward, "for i_g in range(GROUP)", "for i_g in range(1)", PLAIN),
     "delta-dropped": (backward, "b_delta += tl.sum(b_do * b_o, 1)", "b_delta += 0.0", PLAIN),
     "tangent-of-delta-dropped": (backward, "b_t_delta += tl.sum(b_do * b_to, 1)", "b_t_delta += 0.0", PLAIN),
     "log-sum-exp-cotangent-sign": (backward, "b_delta -= tl.load(D_LSE", "b_delta += tl.load(D_LSE", PLAIN),
     "tangent-of-P-dropped": (backward, "b_tds += b_ds * b_w", "b_tds += 0.0", PLAIN),
     "tangent-of-values-dropped": (backward, "if HAS_TV and HAS_DO", "if HAS_TV and not HAS_DO", PLAIN),
-    "not-written": (backward, "store_rows(TDV + g_offset, i_n", "store_rows(TDV + g_offset, 99 + i_n", PLAIN),
+    "not-written": (backward, "store_rows(TD_V + v_offset, i_n", "store_rows(TD_V + v_offset, 99 + i_n", PLAIN),
 }
 
 
@@ -267,7 +267,7 @@ def test_broken_kernels_fail(module, old, new, shape, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("broken", path)
     broken = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(broken)
-    for user, name in itertools.product((forward, backward), vars(broken)):
+    for user, name in itertools.product((forward, backward, bias, visibility), vars(broken)):
         if hasattr(user, name) and not name.startswith("__"):
             monkeypatch.setattr(user, name, getattr(broken, name))
     with pytest.raises(AssertionError, match="error"):

@@ -54,6 +54,13 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
         return f"{dtype_of(x.query)} arrays"
     if x.query.shape[-1] not in FORWARD:
         return f"a head dim of {x.query.shape[-1]}"
+    for name, array in x._asdict().items():
+        if array is not None and name not in ("query", "key", "value"):
+            return f"`{name}`"
+    if problem.window is not None or problem.lower_right or problem.soft_cap is not None:
+        return "a window, causality from the lower right or a soft cap"
+    if x.value.shape[-1] != x.query.shape[-1]:
+        return "a `value` whose channels differ from those of `query`"
     if problem.scale <= 0:
         return "a `scale` that is not positive"
     if any(s % 8 for a in x[:3] for s in launcher.strides(a)[:-1]):
@@ -104,7 +111,7 @@ def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO
 
 
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
-    return backward_dual(launcher, problem, x, y, cy, (NO_TANGENT, (None, None), (None, None)), want, (False,) * 3)[0]
+    return backward_dual(launcher, problem, x, y, cy, (NO_TANGENT, (None, None), (None, None)), want, (False,) * 4)[0]
 
 
 def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tangents, want, want_tangent):

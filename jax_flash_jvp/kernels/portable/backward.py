@@ -2,34 +2,49 @@
 
 With d_o the cotangent of o, δ = rowsum(d_o∘o) (less the cotangent of ℓ), P recomputed from ℓ:
 
-    dP = d_o Vᵀ − δ      dS = P∘dP      dQ = σ dS K      dK = σ dSᵀ Q      dV = Pᵀ d_o
+    dP = d_o Vᵀ − δ      dS = P∘dP      dQ = σ dS K      dK = σ dSᵀ Q      dV = Pᵀ d_o      dbias = dS
 
 and along tangents of everything that stands there, with w = Ṡ − μ, so that Ṗ = P∘w:
 
     ḋP = ḋ_o Vᵀ + d_o V̇ᵀ − δ̇      ḋS = P∘ḋP + dS∘w
-    ḋQ = σ (ḋS K + dS K̇)      ḋK = σ (ḋSᵀ Q + dSᵀ Q̇)      ḋV = Pᵀ ḋ_o + (P∘w)ᵀ d_o
+    ḋQ = σ (ḋS K + dS K̇)      ḋK = σ (ḋSᵀ Q + dSᵀ Q̇)      ḋV = Pᵀ ḋ_o + (P∘w)ᵀ d_o      ḋbias = ḋS
 
 The tangent of the backward is also the reverse rule of forward + tangent: with d_o the cotangent of ȯ and ḋ_o that of o,
 the plain results are the cotangents of the tangents and the dotted ones those of the operands.
 
-Two kernels, since dK and dV sum over queries and dQ over keys: no atomics, the same bits on every run.
+Three kernels, since dK and dV sum over queries, dQ over keys and dbias over what it is broadcast along: no atomics, the same
+bits on every run.  Dropout multiplies the products with V and what meets d_o.
 """
 
 import triton
 import triton.language as tl
 
 from jax_flash_jvp.kernels.portable.scores import (
-    LOG2E,
-    key_bounds,
+    has,
+    lengths,
     load_rows,
     load_statistic,
     log2_sum_exp,
+    matrix,
     operand,
+    products,
     query_block,
-    query_bounds,
     scores,
     store_rows,
+    tangent_products,
     tangent_scores,
+    under_cap,
+)
+from jax_flash_jvp.kernels.portable.visibility import (
+    exists,
+    kept,
+    key_bounds,
+    listed,
+    query_bounds,
+    seeds,
+    span,
+    thinned,
+    tile_list,
     visible,
 )
 
@@ -39,23 +54,23 @@ def statistics(
     O, TO, DO, TDO, LSE, D_LSE, TD_LSE,
     HQ, LQ,
     LSE2, DELTA, T_DELTA,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     HAS_TANGENT: tl.constexpr, HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_TD_LSE: tl.constexpr,
 ):  # fmt: skip
-    """δ = rowsum(d_o∘o) − d_ℓ and its tangent, which the other two kernels take off dP and ḋP, and ℓ in base 2."""
-    i_m, i_bh = query_block(LQ, HQ, BM, False)
+    """δ = rowsum(d_o∘o) − d_ℓ and its tangent, which the other kernels take off dP and ḋP, and ℓ in base 2."""
+    i_m, i_bh = query_block(LQ, HQ, BM, "")
     o_r = tl.arange(0, BM)
-    o_d = tl.arange(0, BD)
+    o_v = tl.arange(0, BDV)
     row = i_m * BM
     x = i_bh * LQ + row + o_r
     m_x = row + o_r < LQ
-    s_o = HQ * D
-    o_offset = (i_bh // HQ * LQ * HQ + i_bh % HQ) * D
-    b_o = load_rows(O + o_offset, row, s_o, o_r, o_d, LQ, D, True).to(tl.float32)
+    s_o = HQ * DV
+    o_offset = (i_bh // HQ * LQ * HQ + i_bh % HQ) * DV
+    b_o = load_rows(O + o_offset, row, s_o, o_r, o_v, LQ, DV, True).to(tl.float32)
     tl.store(LSE2 + x, log2_sum_exp(tl.load(LSE + x, mask=m_x)), mask=m_x)
     b_delta = tl.zeros([BM], tl.float32)
     if HAS_DO:
-        b_do = load_rows(DO + o_offset, row, s_o, o_r, o_d, LQ, D, True).to(tl.float32)
+        b_do = load_rows(DO + o_offset, row, s_o, o_r, o_v, LQ, DV, True).to(tl.float32)
         b_delta += tl.sum(b_do * b_o, 1)
     if HAS_D_LSE:
         b_delta -= tl.load(D_LSE + x, mask=m_x, other=0.0)
@@ -63,10 +78,10 @@ def statistics(
     if HAS_TANGENT:
         b_t_delta = tl.zeros([BM], tl.float32)
         if HAS_DO:
-            b_to = load_rows(TO + o_offset, row, s_o, o_r, o_d, LQ, D, True).to(tl.float32)
+            b_to = load_rows(TO + o_offset, row, s_o, o_r, o_v, LQ, DV, True).to(tl.float32)
             b_t_delta += tl.sum(b_do * b_to, 1)
         if HAS_TDO:
-            b_tdo = load_rows(TDO + o_offset, row, s_o, o_r, o_d, LQ, D, True).to(tl.float32)
+            b_tdo = load_rows(TDO + o_offset, row, s_o, o_r, o_v, LQ, DV, True).to(tl.float32)
             b_t_delta += tl.sum(b_tdo * b_o, 1)
         if HAS_TD_LSE:
             b_t_delta -= tl.load(TD_LSE + x, mask=m_x, other=0.0)
@@ -76,17 +91,20 @@ def statistics(
 @triton.jit
 def key_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
-    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb,
-    DK, DV, TDK, TDV,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+    BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
+    D_K, D_V, TD_K, TD_V,
+    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr,
+    FEATURES: tl.constexpr, RAGGED: tl.constexpr,
+    HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_TANGENT: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr, WANT_TK: tl.constexpr, WANT_TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(dK, dV) and their tangents for one block of keys: a pass over the queries of every head that reads these keys.
     Tiles are transposed, [BN, BM].  Absent query rows need no mask: their ℓ is +∞, so that P = 0."""
-    HAS_TS: tl.constexpr = HAS_TQ or HAS_TK
+    HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     if not RAGGED:
         LQ = LQ // BM * BM  # the same, but with a divisor that the compiler sees: it loads statistics in pairs
     n_n = tl.cdiv(LK, BN)
@@ -97,130 +115,161 @@ def key_side(
     i_h = i_bh % HK
     k_offset = i_b * s_kb * UNIT + i_h * s_kh
     v_offset = i_b * s_vb * UNIT + i_h * s_vh
-    s_o = HQ * D
+    s_o = HQ * DV
+    query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
 
-    o_m = tl.arange(0, BM)
+    o_c = tl.arange(0, BM)
     o_r = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
-    o_n = i_n * BN + o_r
-    b_k = load_rows(K + k_offset, i_n * BN, s_k, o_r, o_d, LK, D, True)  # [BN, BD]
+    o_v = tl.arange(0, BDV)
+    o_n = (i_n * BN + o_r)[:, None]
+    b_k = load_rows(K + k_offset, i_n * BN, s_k, o_r, o_d, key_end, D, True)  # [BN, BD]
     b_tk = b_k
     if HAS_TK:
-        b_tk = load_rows(TK + k_offset, i_n * BN, s_k, o_r, o_d, LK, D, True)
+        b_tk = load_rows(TK + k_offset, i_n * BN, s_k, o_r, o_d, key_end, D, True)
     if WANT_K or WANT_TK or WANT_TV:
-        b_v = load_rows(V + v_offset, i_n * BN, s_v, o_r, o_d, LK, D, True)
+        b_v = load_rows(V + v_offset, i_n * BN, s_v, o_r, o_v, key_end, DV, True)
         if HAS_TV:
-            b_tv = load_rows(TV + v_offset, i_n * BN, s_v, o_r, o_d, LK, D, True)
+            b_tv = load_rows(TV + v_offset, i_n * BN, s_v, o_r, o_v, key_end, DV, True)
     b_dk = tl.zeros([BN, BD], tl.float32) if WANT_K else 0.0
-    b_dv = tl.zeros([BN, BD], tl.float32) if WANT_V else 0.0
+    b_dv = tl.zeros([BN, BDV], tl.float32) if WANT_V else 0.0
     b_tdk = tl.zeros([BN, BD], tl.float32) if WANT_TK else 0.0
-    b_tdv = tl.zeros([BN, BD], tl.float32) if WANT_TV else 0.0
+    b_tdv = tl.zeros([BN, BDV], tl.float32) if WANT_TV else 0.0
 
-    start, whole = query_bounds(i_n, LQ, BM, BN, CAUSAL)
+    start, first, whole, stop = query_bounds(i_n, query_end, key_end, left, right, BM, BN, FEATURES)
     for i_g in range(GROUP):
-        i_q = i_b * HQ + i_h * GROUP + i_g
-        q_offset = i_b * s_qb * UNIT + (i_h * GROUP + i_g) * s_qh
-        o_offset = (i_b * LQ * HQ + i_h * GROUP + i_g) * D
-        for MASKED in tl.static_range(2):
-            if not MASKED or CAUSAL:
-                for row in range(start if MASKED else whole, whole if MASKED else LQ, BM):
-                    x = i_q * LQ + row + o_m
-                    m_x = row + o_m < LQ
-                    b_q = load_rows(Q + q_offset, row, s_q, o_m, o_d, LQ, D, RAGGED)  # [BM, BD]
+        i_hq = i_h * GROUP + i_g
+        i_q = i_b * HQ + i_hq
+        q_offset = i_b * s_qb * UNIT + i_hq * s_qh
+        o_offset = (i_b * LQ * HQ + i_hq) * DV
+        bias = matrix(BIAS, i_b, i_hq, HQ, GROUP, LQ, LK, FEATURES, "bias")
+        t_bias = matrix(TBIAS, i_b, i_hq, HQ, GROUP, LQ, LK, FEATURES, "bias")
+        mask = matrix(MASK, i_b, i_hq, HQ, GROUP, LQ, LK, FEATURES, "mask")
+        sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
+        head_seeds = seeds(SEED, i_b, i_hq, FEATURES)
+        tiles, n_tiles = tile_list(TILES, i_b, i_hq, HQ, GROUP, i_n, n_n, tl.cdiv(LQ, BM), FEATURES)
+        for PHASE in tl.static_range(3):
+            if exists(PHASE, FEATURES, False):
+                low, high = span(start, first, whole, stop, n_tiles * BM, PHASE, True, FEATURES)
+                for at in range(low, high, BM):
+                    row = listed(tiles, at, BM, FEATURES)
+                    o_m = (row + o_c)[None, :]
+                    x = i_q * LQ + row + o_c
+                    m_x = row + o_c < query_end
+                    b_q = load_rows(Q + q_offset, row, s_q, o_c, o_d, query_end, D, RAGGED)  # [BM, BD]
                     lse2 = load_statistic(LSE2, x, m_x, float("inf"), RAGGED)
-                    b_p = tl.math.exp2(scores(b_k, b_q, PRECISION) * (scale * LOG2E) - lse2[None, :])  # [BN, BM]
-                    if MASKED:
-                        b_p = tl.where(visible((row + o_m)[None, :], o_n[:, None], LK, CAUSAL), b_p, 0.0)
+                    b_s = products(b_k, b_q, PRECISION)  # [BN, BM]
+                    b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
+                    b_p = tl.math.exp2(b_s - lse2[None, :])
+                    if PHASE > 0:
+                        b_p = tl.where(visible(o_m, o_n, sight, FEATURES), b_p, 0.0)
+                    b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
+                    b_pv = thinned(b_p, b_kept, FEATURES)
                     if HAS_TQ:
-                        b_tq = load_rows(TQ + q_offset, row, s_q, o_m, o_d, LQ, D, RAGGED)
+                        b_tq = load_rows(TQ + q_offset, row, s_q, o_c, o_d, query_end, D, RAGGED)
                     else:
                         b_tq = b_q
                     if HAS_TS and (WANT_TK or WANT_TV):
-                        b_w = tangent_scores(b_k, b_q, b_tk, b_tq, HAS_TK, HAS_TQ, PRECISION) * scale
+                        b_ts = tangent_products(b_k, b_q, b_tk, b_tq, HAS_TK, HAS_TQ, PRECISION)
+                        b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                         b_w -= load_statistic(MU, x, m_x, 0.0, RAGGED)[None, :]
                     if HAS_DO:
-                        b_do = load_rows(DO + o_offset, row, s_o, o_m, o_d, LQ, D, RAGGED)
+                        b_do = load_rows(DO + o_offset, row, s_o, o_c, o_v, query_end, DV, RAGGED)
                         if WANT_V:
-                            b_dv = tl.dot(operand(b_p, b_do.dtype, PRECISION), b_do, b_dv, input_precision=PRECISION)
+                            b_dv = tl.dot(operand(b_pv, b_do.dtype, PRECISION), b_do, b_dv, input_precision=PRECISION)
                         if HAS_TS and WANT_TV:
                             b_tdv = tl.dot(
-                                operand(b_p * b_w, b_do.dtype, PRECISION), b_do, b_tdv, input_precision=PRECISION
+                                operand(b_pv * b_w, b_do.dtype, PRECISION), b_do, b_tdv, input_precision=PRECISION
                             )
                     if HAS_TDO:
-                        b_tdo = load_rows(TDO + o_offset, row, s_o, o_m, o_d, LQ, D, RAGGED)
+                        b_tdo = load_rows(TDO + o_offset, row, s_o, o_c, o_v, query_end, DV, RAGGED)
                         if WANT_TV:
                             b_tdv = tl.dot(
-                                operand(b_p, b_tdo.dtype, PRECISION), b_tdo, b_tdv, input_precision=PRECISION
+                                operand(b_pv, b_tdo.dtype, PRECISION), b_tdo, b_tdv, input_precision=PRECISION
                             )
                     if WANT_K or WANT_TK:
                         b_ds = -load_statistic(DELTA, x, m_x, 0.0, RAGGED)[None, :]
                         if HAS_DO:
-                            b_ds += scores(b_v, b_do, PRECISION)
+                            b_ds += thinned(products(b_v, b_do, PRECISION), b_kept, FEATURES)
                         b_ds = b_p * b_ds
+                        b_dx = under_cap(b_ds, b_u, FEATURES)
                         if WANT_K:
-                            b_dk = tl.dot(operand(b_ds, b_q.dtype, PRECISION), b_q, b_dk, input_precision=PRECISION)
+                            b_dk = tl.dot(operand(b_dx, b_q.dtype, PRECISION), b_q, b_dk, input_precision=PRECISION)
                         if WANT_TK:
                             b_tds = -load_statistic(T_DELTA, x, m_x, 0.0, RAGGED)[None, :]
                             if HAS_TDO:
-                                b_tds += scores(b_v, b_tdo, PRECISION)
+                                b_tds += thinned(products(b_v, b_tdo, PRECISION), b_kept, FEATURES)
                             if HAS_TV and HAS_DO:
-                                b_tds += scores(b_tv, b_do, PRECISION)
+                                b_tds += thinned(products(b_tv, b_do, PRECISION), b_kept, FEATURES)
                             b_tds = b_p * b_tds
                             if HAS_TS:
                                 b_tds += b_ds * b_w
-                            b_tdk = tl.dot(operand(b_tds, b_q.dtype, PRECISION), b_q, b_tdk, input_precision=PRECISION)
+                            b_tdx = under_cap(b_tds, b_u, FEATURES)
+                            if has(FEATURES, "cap") and HAS_TS:
+                                b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
+                            b_tdk = tl.dot(operand(b_tdx, b_q.dtype, PRECISION), b_q, b_tdk, input_precision=PRECISION)
                             if HAS_TQ:
                                 b_tdk = tl.dot(
-                                    operand(b_ds, b_q.dtype, PRECISION), b_tq, b_tdk, input_precision=PRECISION
+                                    operand(b_dx, b_q.dtype, PRECISION), b_tq, b_tdk, input_precision=PRECISION
                                 )
 
-    s_g = HK * D
-    g_offset = (i_b * LK * HK + i_h) * D
+    k_offset = (i_b * LK * HK + i_h) * D
+    v_offset = (i_b * LK * HK + i_h) * DV
     if WANT_K:
-        store_rows(DK + g_offset, i_n * BN, s_g, o_r, o_d, LK, D, b_dk * scale)
+        store_rows(D_K + k_offset, i_n * BN, HK * D, o_r, o_d, LK, D, b_dk * scale)
     if WANT_V:
-        store_rows(DV + g_offset, i_n * BN, s_g, o_r, o_d, LK, D, b_dv)
+        store_rows(D_V + v_offset, i_n * BN, HK * DV, o_r, o_v, LK, DV, b_dv)
     if WANT_TK:
-        store_rows(TDK + g_offset, i_n * BN, s_g, o_r, o_d, LK, D, b_tdk * scale)
+        store_rows(TD_K + k_offset, i_n * BN, HK * D, o_r, o_d, LK, D, b_tdk * scale)
     if WANT_TV:
-        store_rows(TDV + g_offset, i_n * BN, s_g, o_r, o_d, LK, D, b_tdv)
+        store_rows(TD_V + v_offset, i_n * BN, HK * DV, o_r, o_v, LK, DV, b_tdv)
 
 
 @triton.jit
 def query_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
-    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb,
-    DQ, TDQ,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+    BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
+    D_Q, TD_Q,
+    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr,
+    FEATURES: tl.constexpr, RAGGED: tl.constexpr,
+    HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ and its tangent for one block of queries: a pass over the keys."""
-    HAS_TS: tl.constexpr = HAS_TQ or HAS_TK
-    i_m, i_bh = query_block(LQ, HQ, BM, CAUSAL)
+    HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
+    i_m, i_bh = query_block(LQ, HQ, BM, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
     q_offset = i_b * s_qb * UNIT + i_h * s_qh
     k_offset = i_b * s_kb * UNIT + i_h // GROUP * s_kh
     v_offset = i_b * s_vb * UNIT + i_h // GROUP * s_vh
-    s_o = HQ * D
-    o_offset = (i_b * LQ * HQ + i_h) * D
+    s_o = HQ * DV
+    o_offset = (i_b * LQ * HQ + i_h) * DV
+    query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
+    bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
+    t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
+    mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
+    sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
+    head_seeds = seeds(SEED, i_b, i_h, FEATURES)
 
     o_r = tl.arange(0, BM)
-    o_n = tl.arange(0, BN)
+    o_c = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
-    o_m = i_m * BM + o_r
-    x = i_bh * LQ + o_m
-    m_x = o_m < LQ
-    b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, o_d, LQ, D, True)  # [BM, BD]
+    o_v = tl.arange(0, BDV)
+    o_m = (i_m * BM + o_r)[:, None]
+    x = i_bh * LQ + i_m * BM + o_r
+    m_x = i_m * BM + o_r < query_end
+    b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, o_d, query_end, D, True)  # [BM, BD]
     b_tq = b_q
     if HAS_TQ:
-        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, o_d, LQ, D, True)
+        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, o_d, query_end, D, True)
     if HAS_DO:
-        b_do = load_rows(DO + o_offset, i_m * BM, s_o, o_r, o_d, LQ, D, True)
+        b_do = load_rows(DO + o_offset, i_m * BM, s_o, o_r, o_v, query_end, DV, True)
     if HAS_TDO:
-        b_tdo = load_rows(TDO + o_offset, i_m * BM, s_o, o_r, o_d, LQ, D, True)
+        b_tdo = load_rows(TDO + o_offset, i_m * BM, s_o, o_r, o_v, query_end, DV, True)
     lse2 = tl.load(LSE2 + x, mask=m_x, other=float("inf"))
     delta = tl.load(DELTA + x, mask=m_x, other=0.0)
     if WANT_TQ:
@@ -229,40 +278,53 @@ def query_side(
     b_dq = tl.zeros([BM, BD], tl.float32) if WANT_Q else 0.0
     b_tdq = tl.zeros([BM, BD], tl.float32) if WANT_TQ else 0.0
 
-    whole, stop = key_bounds(i_m, LK, BM, BN, CAUSAL)
-    for MASKED in tl.static_range(2):
-        if not MASKED or CAUSAL or RAGGED:
-            for row in range(whole if MASKED else 0, stop if MASKED else whole, BN):
-                b_k = load_rows(K + k_offset, row, s_k, o_n, o_d, LK, D, MASKED)
-                b_v = load_rows(V + v_offset, row, s_v, o_n, o_d, LK, D, MASKED)
-                b_p = tl.math.exp2(scores(b_q, b_k, PRECISION) * (scale * LOG2E) - lse2[:, None])  # [BM, BN]
-                if MASKED:
-                    b_p = tl.where(visible(o_m[:, None], (row + o_n)[None, :], LK, CAUSAL), b_p, 0.0)
+    start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
+    tiles, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
+    for PHASE in tl.static_range(3):
+        if exists(PHASE, FEATURES, RAGGED):
+            low, high = span(start, first, whole, stop, n_tiles * BN, PHASE, False, FEATURES)
+            for at in range(low, high, BN):
+                row = listed(tiles, at, BN, FEATURES)
+                o_n = (row + o_c)[None, :]
+                b_k = load_rows(K + k_offset, row, s_k, o_c, o_d, key_end, D, PHASE > 0)
+                b_v = load_rows(V + v_offset, row, s_v, o_c, o_v, key_end, DV, PHASE > 0)
+                b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
+                b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
+                b_p = tl.math.exp2(b_s - lse2[:, None])
+                if PHASE > 0:
+                    b_p = tl.where(visible(o_m, o_n, sight, FEATURES), b_p, 0.0)
+                b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                 b_ds = -delta[:, None]
                 if HAS_DO:
-                    b_ds += scores(b_do, b_v, PRECISION)
+                    b_ds += thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
                 b_ds = b_p * b_ds
+                b_dx = under_cap(b_ds, b_u, FEATURES)
                 if WANT_Q:
-                    b_dq = tl.dot(operand(b_ds, b_k.dtype, PRECISION), b_k, b_dq, input_precision=PRECISION)
+                    b_dq = tl.dot(operand(b_dx, b_k.dtype, PRECISION), b_k, b_dq, input_precision=PRECISION)
                 if WANT_TQ:
                     b_tk = b_k
                     if HAS_TK:
-                        b_tk = load_rows(TK + k_offset, row, s_k, o_n, o_d, LK, D, MASKED)
+                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, o_d, key_end, D, PHASE > 0)
                     b_tds = -t_delta[:, None]
                     if HAS_TDO:
-                        b_tds += scores(b_tdo, b_v, PRECISION)
+                        b_tds += thinned(products(b_tdo, b_v, PRECISION), b_kept, FEATURES)
                     if HAS_TV and HAS_DO:
-                        b_tv = load_rows(TV + v_offset, row, s_v, o_n, o_d, LK, D, MASKED)
-                        b_tds += scores(b_do, b_tv, PRECISION)
+                        b_tv = load_rows(TV + v_offset, row, s_v, o_c, o_v, key_end, DV, PHASE > 0)
+                        b_tds += thinned(products(b_do, b_tv, PRECISION), b_kept, FEATURES)
                     b_tds = b_p * b_tds
                     if HAS_TS:
-                        b_w = tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION) * scale - mu[:, None]
-                        b_tds += b_ds * b_w
-                    b_tdq = tl.dot(operand(b_tds, b_k.dtype, PRECISION), b_k, b_tdq, input_precision=PRECISION)
+                        b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
+                        b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
+                        b_tds += b_ds * (b_w - mu[:, None])
+                    b_tdx = under_cap(b_tds, b_u, FEATURES)
+                    if has(FEATURES, "cap") and HAS_TS:
+                        b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
+                    b_tdq = tl.dot(operand(b_tdx, b_k.dtype, PRECISION), b_k, b_tdq, input_precision=PRECISION)
                     if HAS_TK:
-                        b_tdq = tl.dot(operand(b_ds, b_k.dtype, PRECISION), b_tk, b_tdq, input_precision=PRECISION)
+                        b_tdq = tl.dot(operand(b_dx, b_k.dtype, PRECISION), b_tk, b_tdq, input_precision=PRECISION)
 
+    q_offset = (i_b * LQ * HQ + i_h) * D
     if WANT_Q:
-        store_rows(DQ + (i_b * LQ * HQ + i_h) * D, i_m * BM, s_o, o_r, o_d, LQ, D, b_dq * scale)
+        store_rows(D_Q + q_offset, i_m * BM, HQ * D, o_r, o_d, LQ, D, b_dq * scale)
     if WANT_TQ:
-        store_rows(TDQ + (i_b * LQ * HQ + i_h) * D, i_m * BM, s_o, o_r, o_d, LQ, D, b_tdq * scale)
+        store_rows(TD_Q + q_offset, i_m * BM, HQ * D, o_r, o_d, LQ, D, b_tdq * scale)

@@ -1,7 +1,8 @@
 """The four jobs of attention as launches of the portable kernels, for whichever framework brings a `Launcher`.
 
 Arrays have the layout of `problem.py` with one batch axis; queries, keys and values may be strided (their last axis
-contiguous), a tangent has its primal's strides, everything else is contiguous.
+contiguous), a tangent has its primal's strides, everything else is contiguous.  What a call uses beyond plain attention is
+named in `features`; a kernel compiles that alone.
 """
 
 import math
@@ -11,11 +12,44 @@ import triton
 
 from jax_flash_jvp.kernels.launcher import Launcher, Output
 from jax_flash_jvp.kernels.portable import backward as backward_kernels
+from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
+from jax_flash_jvp.kernels.portable import visibility
 from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, padded, product, tile
-from jax_flash_jvp.problem import Operands, Problem, dtype_of
+from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
 STRIDE_UNIT = 16  # elements; what Triton makes use of
+
+
+def features(problem: Problem, x: Operands) -> str:
+    """Words for the kernels; of an array [1|B, 1|K|N, 1|T, 1|S], along which axes it varies as well."""
+    (batch, queries, query_heads, _), (_, keys, key_heads, _) = x.query.shape, x.key.shape
+    left, right = problem.reach(queries, keys)
+    words = [
+        word
+        for word, there in (
+            ("left", left is not None), ("right", right is not None), ("cap", problem.soft_cap is not None),
+            ("lengths", x.query_lengths is not None or x.key_lengths is not None),
+            ("query_lengths", x.query_lengths is not None), ("key_lengths", x.key_lengths is not None),
+            ("segments", x.query_segments is not None), ("dropout", x.seed is not None),
+        )
+        if there
+    ]  # fmt: skip
+    tiles = []
+    for name, array in (("bias", x.bias), ("mask", x.mask)):
+        if array is None:
+            continue
+        b, h, t, s = array.shape
+        axes = [axis for axis, n in (("batch", b), ("rows", t), ("columns", s)) if n > 1]
+        axes += ["heads"] if h == query_heads > 1 else ["groups"] if h == key_heads > 1 else []
+        axes += ["aligned"] if s % STRIDE_UNIT == 0 else []
+        words += [name, *(f"{name}:{axis}" for axis in axes)]
+        if name == "mask":
+            tiles += [f"tiles:{axis}" for axis in axes if axis in ("batch", "heads", "groups")]
+    if x.mask is not None or x.query_segments is not None:
+        per_entry = batch > 1 and "segments" in words
+        words += ["tiles", *(tiles if "tiles:batch" in tiles or not per_entry else [*tiles, "tiles:batch"])]
+    return " ".join(words)
 
 
 class _Call:
@@ -24,26 +58,36 @@ class _Call:
     def __init__(self, launcher: Launcher, problem: Problem, x: Operands):
         self.launcher, self.problem = launcher, problem
         self.dtype = dtype_of(x.query)
-        self.x = x = Operands(*self.rounded(x[:3]))
+        self.x = x = x._replace(**dict(zip(("query", "key", "value"), self.rounded(x[:3]), strict=True)))
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
-        self.key_length, self.key_heads = x.key.shape[1:3]
+        self.key_length, self.key_heads, self.value_dim = *x.key.shape[1:3], x.value.shape[3]
         strides = [self._batch_sequence_head(a) for a in x[:3]]
         unit = math.gcd(STRIDE_UNIT, *(batch for batch, *_ in strides))
         group = self.query_heads // self.key_heads
+        left, right = problem.reach(self.query_length, self.key_length)
+        self.lengths = (self.query_heads, group, self.query_length, self.key_length)
+        self.reach = (left or 0, right or 0)
         self.scalars = (
-            float(problem.scale), self.query_heads, group, self.query_length, self.key_length,
-            *(batch // unit for batch, *_ in strides),
+            float(problem.scale), *self.lengths, *(batch // unit for batch, *_ in strides), *self.reach,
+            float(problem.soft_cap or 0), float(problem.dropout_rate),
         )  # fmt: skip
-        self.shape_constants = dict(D=self.head_dim, BD=padded(self.head_dim))
+        self.features = features(problem, x)
+        self.selection = (x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
+        self.value_constants = dict(DV=self.value_dim, BDV=padded(self.value_dim))
         self.constants = dict(
-            self.shape_constants, UNIT=unit, CAUSAL=problem.is_causal,
-            PRECISION=product(problem.precision, self.head_dim),
+            self.value_constants, D=self.head_dim, BD=padded(self.head_dim), UNIT=unit, FEATURES=self.features,
+            PRECISION=product(problem.precision, self.widest),
         )  # fmt: skip
         for name, (_, sequence, head) in zip("qkv", strides, strict=True):
             self.constants.update({f"s_{name}": sequence, f"s_{name}h": head})
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
-        self.output = Output((self.batch, self.query_length, self.query_heads, self.head_dim), self.dtype)
-        self.key_gradient = Output((self.batch, self.key_length, self.key_heads, self.head_dim), self.dtype)
+        self.output = Output((self.batch, self.query_length, self.query_heads, self.value_dim), self.dtype)
+        self.query_gradient = Output(tuple(x.query.shape), self.dtype)
+        self.key_gradient, self.value_gradient = (Output(tuple(a.shape), self.dtype) for a in (x.key, x.value))
+
+    @property
+    def widest(self) -> int:
+        return max(self.head_dim, self.value_dim)
 
     def _batch_sequence_head(self, array: Any) -> tuple[int, ...]:
         """Strides, of which a stride of an axis of length one is arbitrary and must not spoil their common divisor."""
@@ -56,16 +100,37 @@ class _Call:
         return tuple(None if a is None else self.launcher.round_to_tf32(a) for a in arrays)
 
     def tile(self, job: str) -> Tile:
-        return tile(job, self.head_dim, self.dtype, self.problem.precision, self.launcher.target)
+        return tile(job, self.widest, self.dtype, self.problem.precision, self.launcher.target)
 
-    def run(self, kernel, tile: Tile, programs: int, inputs, outputs, **constants):
+    def run(self, kernel, tile: Tile, programs: int, inputs, outputs, tx: Operands, by_key: bool = False, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
         placeholder = Output((1,), "float32")
+        length, block = (self.query_length, tile.block_m) if by_key else (self.key_length, tile.block_n)
+        ragged = bool(length % block) or "lengths" in self.features
+        given = (*inputs, self.x.bias, tx.bias, *self.selection, self.x.seed, self.tiles(tile, by_key))
         got = self.launcher.launch(
-            kernel, programs, inputs, self.scalars, [placeholder if o is None else o for o in outputs],
-            dict(self.constants, BM=tile.block_m, BN=tile.block_n, **constants), tile.num_warps, tile.num_stages,
+            kernel, programs, given, self.scalars, [placeholder if o is None else o for o in outputs],
+            dict(
+                self.constants, BM=tile.block_m, BN=tile.block_n, RAGGED=ragged, **has_tangents(tx), **constants
+            ), tile.num_warps, tile.num_stages,
         )  # fmt: skip
         return tuple(None if o is None else a for o, a in zip(outputs, got, strict=True))
+
+    def tiles(self, tile: Tile, by_key: bool) -> Any:
+        """The list of the tiles in which a mask or segments leave something to see; None without these."""
+        words = self.features.split()
+        if "tiles" not in words:
+            return None
+        batch = self.batch if "tiles:batch" in words else 1
+        heads = self.query_heads if "tiles:heads" in words else self.key_heads if "tiles:groups" in words else 1
+        blocks = (triton.cdiv(self.query_length, tile.block_m), triton.cdiv(self.key_length, tile.block_n))
+        n_blocks, n_tiles = reversed(blocks) if by_key else blocks
+        (listed,) = self.launcher.launch(
+            visibility.list_tiles, batch * heads * n_blocks, self.selection, (*self.lengths, *self.reach, heads),
+            [Output((batch, heads, n_blocks, n_tiles + 1), "int32")],
+            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1,
+        )  # fmt: skip
+        return listed
 
     def query_programs(self, tile: Tile) -> int:
         return triton.cdiv(self.query_length, tile.block_m) * self.batch * self.query_heads
@@ -74,8 +139,8 @@ class _Call:
         return triton.cdiv(self.key_length, tile.block_n) * self.batch * self.key_heads
 
 
-def _has(tx: Operands) -> dict[str, bool]:
-    return dict(HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None)
+def has_tangents(tx: Operands) -> dict[str, bool]:
+    return {name: t is not None for name, t in zip(("HAS_TQ", "HAS_TK", "HAS_TV", "HAS_TBIAS"), tx, strict=False)}
 
 
 NO_TANGENT = Operands(None, None, None)
@@ -84,12 +149,12 @@ NO_TANGENT = Operands(None, None, None)
 def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):
     """(o, ℓ, ȯ, μ); the last two None without tangents."""
     call = _Call(launcher, problem, x)
-    dual = any(t is not None for t in tx[:3])
+    dual = any(t is not None for t in tx)
     t = call.tile("forward_dual" if dual else "forward")
     return call.run(
         forward_kernels.forward, t, call.query_programs(t), (*call.x[:3], *call.rounded(tx[:3])),
         (call.output, call.statistic, *((call.output, call.statistic) if dual else (None, None))),
-        RAGGED=bool(call.key_length % t.block_n), NEGATIVE=problem.scale < 0, **_has(tx),
+        tx, NEGATIVE=problem.scale < 0,
     )  # fmt: skip
 
 
@@ -97,15 +162,14 @@ def tangent(launcher: Launcher, problem: Problem, x: Operands, o, log_sum_exp, t
     """(ȯ, μ), linear in tx, from the saved o and ℓ."""
     call = _Call(launcher, problem, x)
     t = call.tile("tangent")
-    return call.run(
-        forward_kernels.tangent, t, call.query_programs(t), (*call.x[:3], *call.rounded(tx[:3]), o, log_sum_exp),
-        (call.output, call.statistic), RAGGED=bool(call.key_length % t.block_n), **_has(tx),
-    )  # fmt: skip
+    inputs = (*call.x[:3], *call.rounded(tx[:3]), o, log_sum_exp)
+    return call.run(forward_kernels.tangent, t, call.query_programs(t), inputs, (call.output, call.statistic), tx)
 
 
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
-    """The wanted gradients of (q, k, v), for y = (o, ℓ) and its cotangents cy, either of which may be None."""
-    return _backward(_Call(launcher, problem, x), y, cy, NO_TANGENT, (None, None), (None, None), want, (False,) * 3)[0]
+    """The wanted gradients of (q, k, v, bias), for y = (o, ℓ) and its cotangents cy, either of which may be None."""
+    call = _Call(launcher, problem, x)
+    return _backward(call, y, cy, NO_TANGENT, (None, None), (None, None), want, (False,) * DIFFERENTIABLE)[0]
 
 
 def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tangents, want, want_tangent):
@@ -119,16 +183,16 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
     dual = any(want_tangent)
     lse2, delta, t_delta = _statistics(call, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual)
     inputs = (*call.x[:3], *call.rounded((*tx[:3], d_o, t_d_o)), lse2, mu, delta, t_delta)
-    has = dict(_has(tx), HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None)
+    has = dict(HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None)
     suffix = "_dual" if dual else ""
-    dq = t_dq = None
+    dq = t_dq = d_bias = t_d_bias = None
     key_gradients = [None] * 4  # dK, dV and their tangents
     for wanted in _key_passes(call, (*want[1:3], *want_tangent[1:3])):
         t = call.tile(("value_side" if dual and not (wanted[0] or wanted[2]) else "key_side") + suffix)
+        like = (call.key_gradient, call.value_gradient) * 2
         got = call.run(
             backward_kernels.key_side, t, call.key_programs(t), inputs,
-            [call.key_gradient if w else None for w in wanted],
-            RAGGED=bool(call.query_length % t.block_m), HAS_TANGENT=dual,
+            [g if w else None for g, w in zip(like, wanted, strict=True)], tx, by_key=True, HAS_TANGENT=dual,
             **dict(zip(("WANT_K", "WANT_V", "WANT_TK", "WANT_TV"), wanted, strict=True)), **has,
         )  # fmt: skip
         key_gradients = [new if w else old for new, old, w in zip(got, key_gradients, wanted, strict=True)]
@@ -136,17 +200,47 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
         t = call.tile("query_side" + suffix)
         dq, t_dq = call.run(
             backward_kernels.query_side, t, call.query_programs(t), inputs,
-            [call.output if w else None for w in (want[0], want_tangent[0])],
-            RAGGED=bool(call.key_length % t.block_n), WANT_Q=want[0], WANT_TQ=want_tangent[0], **has,
+            [call.query_gradient if w else None for w in (want[0], want_tangent[0])],
+            tx, WANT_Q=want[0], WANT_TQ=want_tangent[0], **has,
         )  # fmt: skip
+    if want[3] or want_tangent[3]:
+        d_bias, t_d_bias = _bias_gradients(call, inputs, tx, (want[3], want_tangent[3]), has)
     dk, dv, t_dk, t_dv = key_gradients
-    return Operands(dq, dk, dv), Operands(t_dq, t_dk, t_dv)
+    return Operands(dq, dk, dv, d_bias), Operands(t_dq, t_dk, t_dv, t_d_bias)
+
+
+def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], has: dict[str, bool]):
+    """The gradient of the bias and its tangent, as far as they are wanted."""
+    bias = call.x.bias
+    by_row, by_column = (f"bias:{axis}" in call.features.split() for axis in ("rows", "columns"))
+    t = call.tile("score_side" if not want[1] else "score_side_dual")
+    shape, dtype, shared = (*bias.shape[:2],), dtype_of(bias), (call.batch // bias.shape[0], call.query_heads // bias.shape[1])
+    if by_row and by_column:
+        shape = tuple(bias.shape)
+    else:
+        length = call.key_length if by_column else call.query_length
+        shape, dtype, shared = (call.batch, call.query_heads, length), "float32", (1, 1)
+    blocks = triton.cdiv(call.query_length, t.block_m) if by_row or not by_column else 1
+    blocks *= triton.cdiv(call.key_length, t.block_n) if by_column else 1
+    placeholder = Output((1,), "float32")
+    got = call.launcher.launch(
+        bias_kernels.score_side, blocks * shape[0] * shape[1],
+        (*inputs, bias, tx.bias, *call.selection, call.x.seed), (*call.scalars, *shared),
+        [Output(shape, dtype) if w else placeholder for w in want],
+        dict(
+            call.constants, BM=t.block_m, BN=t.block_n, WANT=want[0], WANT_T=want[1], **has_tangents(tx), **has
+        ), t.num_warps, t.num_stages,
+    )  # fmt: skip
+    return tuple(
+        None if not w else a if shape == bias.shape else call.launcher.summed(a, by_column, bias)
+        for a, w in zip(got, want, strict=True)
+    )
 
 
 def _key_passes(call: _Call, wanted: tuple[bool, ...]) -> list[tuple[bool, ...]]:
     """What of `wanted` = (dK, dV, their tangents) each launch computes: where the registers do not hold them all, first
     those of the keys, then those of the values, which need fewer products."""
-    if sum(wanted) <= accumulators(call.head_dim):
+    if sum(wanted) <= accumulators(call.widest):
         return [wanted] if any(wanted) else []
     keys, values = (True, False, True, False), (False, True, False, True)
     return [tuple(a and b for a, b in zip(wanted, side, strict=True)) for side in (keys, values)]
@@ -161,7 +255,7 @@ def _statistics(call: _Call, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, du
         (call.query_heads, call.query_length),
         (call.statistic, call.statistic, call.statistic if dual else Output((1,), "float32")),
         dict(
-            call.shape_constants, BM=block_m, HAS_TANGENT=dual, HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None,
+            call.value_constants, BM=block_m, HAS_TANGENT=dual, HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None,
             HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None,
         ),
         4, 1,

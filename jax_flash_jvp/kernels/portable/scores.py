@@ -1,6 +1,8 @@
-"""What every kernel does with one tile: addressing, scores, visibility.
+"""What every kernel does with one tile: addressing, scores, visibility, dropout.
 
-Dialect: i_ index, o_ offsets, b_ block in registers, t_ tangent, d_ cotangent; constexprs in capitals.
+Dialect: i_ index, o_ offsets, b_ block in registers, t_ tangent, d_ cotangent; constexprs in capitals.  FEATURES names what a
+call uses beyond plain attention (`features` in jobs.py); what it does not name is not compiled.  `o_m` and `o_n`, queries and
+keys, are oriented like the tile, one a column and the other a row: so every function here serves tiles and their transposes.
 """
 
 import triton
@@ -10,12 +12,20 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.constexpr_function
+def has(features, name):
+    return name in features.split()
+
+
+# ------------------------------------------------------------------------------------------------ addressing
+
+
 @triton.jit
-def query_block(LQ, HQ, BM: tl.constexpr, CAUSAL: tl.constexpr):
+def query_block(LQ, HQ, BM: tl.constexpr, FEATURES: tl.constexpr):
     """(i_m, i_bh): this program's block of queries, and its batch entry and head."""
     n_m = tl.cdiv(LQ, BM)
     i_m = tl.program_id(0) % n_m
-    if CAUSAL:
+    if has(FEATURES, "right"):
         i_m = n_m - 1 - i_m  # the longest rows first
     return i_m, (tl.program_id(0) // n_m).to(tl.int64)
 
@@ -50,6 +60,72 @@ def store_rows(X, row, stride, o_r, o_d, L, D: tl.constexpr, b_x):
 
 
 @triton.jit
+def load_statistic(X, x, m_x, other: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(X + x, mask=m_x, other=other)
+    else:
+        return tl.load(X + x)
+
+
+# ------------------------------------------------------------------------------------------------ one head's share
+
+
+@triton.jit
+def lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES: tl.constexpr):
+    """(queries, keys) of this batch entry; what lies beyond is padding."""
+    if has(FEATURES, "query_lengths"):
+        LQ = tl.minimum(LQ, tl.load(Q_LENGTHS + i_b))
+    if has(FEATURES, "key_lengths"):
+        LK = tl.minimum(LK, tl.load(K_LENGTHS + i_b))
+    return LQ, LK
+
+
+@triton.jit
+def share(X, i_b, i_h, HQ, GROUP, size, FEATURES: tl.constexpr, NAME: tl.constexpr):
+    """The part for this batch entry and query head of an array [1|B, 1|K|N, size], size int64."""
+    if has(FEATURES, NAME + ":heads"):
+        i_b = i_b * HQ + i_h if has(FEATURES, NAME + ":batch") else i_h
+    elif has(FEATURES, NAME + ":groups"):
+        i_b = i_b * (HQ // GROUP) + i_h // GROUP if has(FEATURES, NAME + ":batch") else i_h // GROUP
+    elif not has(FEATURES, NAME + ":batch"):
+        i_b = 0
+    return X + i_b * size
+
+
+@triton.jit
+def matrix(X, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES: tl.constexpr, NAME: tl.constexpr):
+    """The matrix for this batch entry and query head of an array [1|B, 1|K|N, 1|T, 1|S]."""
+    if has(FEATURES, NAME):
+        size = tl.full([], 1, tl.int64)
+        if has(FEATURES, NAME + ":rows"):
+            size *= LQ
+        if has(FEATURES, NAME + ":columns"):
+            size *= LK
+        return share(X, i_b, i_h, HQ, GROUP, size, FEATURES, NAME)
+    else:
+        return X
+
+
+@triton.jit
+def load_scores(X, o_m, o_n, LQ, LK, FEATURES: tl.constexpr, NAME: tl.constexpr):
+    """The tile of a matrix [1|T, 1|S]."""
+    o_x = o_m * 0 + o_n * 0
+    if has(FEATURES, NAME + ":rows"):
+        if has(FEATURES, NAME + ":columns"):
+            if has(FEATURES, NAME + ":aligned"):
+                LK = LK // 16 * 16  # the same, but with a divisor that the compiler sees
+            o_x = o_m.to(tl.int64) * LK + o_n
+        else:
+            o_x = o_m + o_n * 0
+    elif has(FEATURES, NAME + ":columns"):
+        o_x = o_m * 0 + o_n
+    return tl.load(X + o_x, mask=(o_m < LQ) & (o_n < LK), other=0)
+
+
+# ------------------------------------------------------------------------------------------------ scores
+
+
+@triton.jit
 def operand(b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """fp32 values as an operand of a product in `dtype`.  The tensor cores cut float32 down to TF32, towards zero: a bias in
     every sum of probabilities, so they are rounded first.  (Launchers round the inputs.)"""
@@ -60,28 +136,75 @@ def operand(b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def scores(b_a, b_b, PRECISION: tl.constexpr):
+def products(b_a, b_b, PRECISION: tl.constexpr):
     """a bᵀ, accumulated in fp32."""
     return tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)
 
 
 @triton.jit
-def tangent_scores(b_q, b_k, b_tq, b_tk, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, PRECISION: tl.constexpr):
+def tanh(b_x):
+    """To fp32's precision, also near zero (a polynomial there, as in Moshier's Cephes)."""
+    b_z = b_x * b_x
+    b_near = -5.70498872745e-3 * b_z + 2.06390887954e-2
+    b_near = (b_near * b_z - 5.37397155531e-2) * b_z + 1.33314422036e-1
+    b_near = (b_near * b_z - 3.33332819422e-1) * b_z * b_x + b_x
+    b_far = 1.0 - 2.0 / (tl.math.exp2(tl.abs(b_x) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(b_x) < 0.625, b_near, tl.where(b_x < 0, -b_far, b_far))
+
+
+@triton.jit
+def scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES: tl.constexpr):
+    """(S in base 2, its tanh where there is a cap) from the products q·k."""
+    b_u = 0.0
+    if has(FEATURES, "cap"):
+        b_u = tanh(b_s * (scale / cap))
+        b_s = b_u * (cap * LOG2E)
+    else:
+        b_s = b_s * (scale * LOG2E)
+    if has(FEATURES, "bias"):
+        b_s += load_scores(bias, o_m, o_n, LQ, LK, FEATURES, "bias").to(tl.float32) * LOG2E
+    return b_s, b_u
+
+
+@triton.jit
+def tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, PRECISION: tl.constexpr):
     """(q̇ kᵀ + q k̇ᵀ), without the scale; with the roles of queries and keys swapped, its transpose."""
     if HAS_TQ:
         b_ts = tl.dot(b_tq, tl.trans(b_k), input_precision=PRECISION)
         if HAS_TK:
             b_ts = tl.dot(b_q, tl.trans(b_tk), b_ts, input_precision=PRECISION)
-    else:
+    elif HAS_TK:
         b_ts = tl.dot(b_q, tl.trans(b_tk), input_precision=PRECISION)
+    else:
+        b_ts = tl.zeros([b_q.shape[0], b_k.shape[0]], tl.float32)
     return b_ts
 
 
 @triton.jit
-def tangent_center(b_ts, LK, scale, BN: tl.constexpr):
-    """A constant for each row, the mean of its tangent scores over the first tile of keys.  P∘Ṡ is rounded to the inputs'
+def tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES: tl.constexpr, HAS_TBIAS: tl.constexpr):
+    """Ṡ from its products."""
+    b_ts = b_ts * scale
+    if has(FEATURES, "cap"):
+        b_ts *= 1.0 - b_u * b_u
+    if HAS_TBIAS:
+        b_ts += load_scores(t_bias, o_m, o_n, LQ, LK, FEATURES, "bias").to(tl.float32)
+    return b_ts
+
+
+@triton.jit
+def under_cap(b_ds, b_u, FEATURES: tl.constexpr):
+    """From a cotangent of S that of what was capped."""
+    if has(FEATURES, "cap"):
+        return b_ds * (1.0 - b_u * b_u)
+    else:
+        return b_ds
+
+
+@triton.jit
+def tangent_center(b_ts, count):
+    """A constant for each row, the mean of its tangent scores Ṡ over a tile of `count` keys.  P∘Ṡ is rounded to the inputs'
     dtype: where the scores of a row move together, less is lost of P∘(Ṡ − c), and the rest of the formula is the same."""
-    b_c = tl.sum(b_ts, 1) * (scale / tl.minimum(LK, BN))
+    b_c = tl.sum(b_ts, 1) * (1.0 / count)
     return tl.where(tl.abs(b_c) < float("inf"), b_c, 0.0)  # hidden keys may hold anything
 
 
@@ -89,42 +212,3 @@ def tangent_center(b_ts, LK, scale, BN: tl.constexpr):
 def log2_sum_exp(b_lse):
     """ℓ in base 2; +inf for rows that see nothing, so that their probabilities are zero."""
     return tl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
-
-
-@triton.jit
-def load_statistic(X, x, m_x, other: tl.constexpr, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(X + x, mask=m_x, other=other)
-    else:
-        return tl.load(X + x)
-
-
-@triton.jit
-def visible(o_m, o_n, LK, CAUSAL: tl.constexpr):
-    """Which of the keys o_n the queries o_m attend to; o_m and o_n are oriented like the tile."""
-    if CAUSAL:
-        return (o_n < LK) & (o_n <= o_m)
-    else:
-        return (o_n < LK) & (o_m >= 0)
-
-
-@triton.jit
-def key_bounds(i_m, LK, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """(whole, stop): tiles of keys before `whole` are visible to every query of block i_m, none from `stop` on is."""
-    stop = LK
-    whole = LK
-    if CAUSAL:
-        stop = tl.minimum(LK, (i_m + 1) * BM)
-        whole = tl.minimum(LK, i_m * BM + 1)
-    return whole // BN * BN, stop
-
-
-@triton.jit
-def query_bounds(i_n, LQ, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """(start, whole): no tile of queries before `start` sees key block i_n, every one from `whole` on sees it whole."""
-    start = 0
-    whole = 0
-    if CAUSAL:
-        start = i_n * BN // BM * BM
-        whole = tl.minimum(tl.cdiv(i_n * BN + BN - 1, BM) * BM, tl.cdiv(LQ, BM) * BM)
-    return start, whole

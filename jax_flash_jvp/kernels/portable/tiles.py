@@ -31,6 +31,8 @@ JOBS = (
     "key_side_dual",
     "value_side_dual",
     "query_side_dual",
+    "score_side",
+    "score_side_dual",
 )
 
 _HALF_SM80 = dict(
@@ -88,6 +90,11 @@ _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled o
     value_side_dual=((16, 16, 8, 2),),
     query_side_dual=((16, 16, 8, 2, 800),),
 )
+_SCORE_SIDE = {  # of the gradient of a bias
+    "half": dict(score_side=((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)), score_side_dual=((64, 64, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1))),
+    "tf32": dict(score_side=((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)), score_side_dual=((32, 32, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1))),
+    "ieee": dict(score_side=((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)), score_side_dual=((16, 16, 4, 1), (16, 16, 8, 1))),
+}
 _TABLES: dict[str, dict[int, dict]] = {
     "half": {80: _HALF_SM80, 86: _HALF_SM86, 90: _HALF_SM90, 100: _HALF_SM100},
     "tf32": {80: _TF32, 86: {job: row[:2] for job, row in _TF32.items()}, 90: _TF32, 100: _TF32},
@@ -117,7 +124,7 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
     if target == "interpret":
         return Tile(16, 16, 4, 1)
     kind = "half" if dtype in ("float16", "bfloat16") else precision
-    row = _TABLES[kind][_LIKE.get(int(target), 86)][job]
+    row = (_TABLES[kind][_LIKE.get(int(target), 86)] | _SCORE_SIDE[kind])[job]
     column = next(i for i, most in enumerate(HEAD_DIMS) if head_dim <= most)
     return Tile(*row[column]) if column < len(row) else None
 

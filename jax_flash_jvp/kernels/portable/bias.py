@@ -1,0 +1,143 @@
+"""The gradient of an additive bias, with its tangent where one is asked for: dS, and ḋS, of `backward.py`, summed over the axes
+along which the bias is broadcast.
+
+A bias that is a matrix [1|B, 1|K|N, T, S] gets one program for each tile, which sums over the batch entries and heads that share
+it.  One that varies along one axis alone, or none, gets a sum [B, N, T] or [B, N, S], from which the rest is summed up outside.
+In either case one loop, in one order: the same bits on every run.
+"""
+
+import triton
+import triton.language as tl
+
+from jax_flash_jvp.kernels.portable.scores import (
+    has,
+    lengths,
+    load_rows,
+    matrix,
+    products,
+    scores,
+    tangent_products,
+    tangent_scores,
+)
+from jax_flash_jvp.kernels.portable.visibility import kept, seeds, thinned, visible
+
+
+@triton.jit
+def score_side(
+    Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
+    BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
+    n_b, n_h,
+    D_BIAS, TD_BIAS,
+    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+    s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
+    FEATURES: tl.constexpr,
+    HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
+    HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, WANT: tl.constexpr, WANT_T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`n_b` batch entries and `n_h` heads share a matrix; both are one for a sum along an axis."""
+    HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
+    BY_ROW: tl.constexpr = has(FEATURES, "bias:rows")
+    BY_COLUMN: tl.constexpr = has(FEATURES, "bias:columns")
+    n_m = tl.cdiv(LQ, BM)
+    n_n = tl.cdiv(LK, BN)
+    s_o = HQ * DV
+    i_x = (tl.program_id(0)).to(tl.int64)
+    i_m = 0
+    i_n = 0
+    n_tiles = n_b * n_h
+    if BY_COLUMN:
+        i_n = i_x % n_n
+        i_x = i_x // n_n
+        if not BY_ROW:
+            n_tiles = n_m
+    if BY_ROW or not BY_COLUMN:
+        i_m = i_x % n_m
+        i_x = i_x // n_m
+        if not BY_COLUMN:
+            n_tiles = n_n
+    i_h0 = i_x % (HQ // n_h) * n_h
+    i_b0 = i_x // (HQ // n_h) * n_b
+
+    o_r = tl.arange(0, BM)
+    o_c = tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_v = tl.arange(0, BDV)
+    b_sum = tl.zeros([BM, BN], tl.float32)
+    b_tsum = tl.zeros([BM, BN], tl.float32)
+    for i in range(n_tiles):
+        i_b = i_b0
+        i_h = i_h0
+        if BY_ROW and BY_COLUMN:
+            i_b += i // n_h
+            i_h += i % n_h
+        elif BY_COLUMN:
+            i_m = i
+        else:
+            i_n = i
+        q_offset = i_b * s_qb * UNIT + i_h * s_qh
+        k_offset = i_b * s_kb * UNIT + i_h // GROUP * s_kh
+        v_offset = i_b * s_vb * UNIT + i_h // GROUP * s_vh
+        o_offset = (i_b * LQ * HQ + i_h) * DV
+        query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
+        bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
+        t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
+        mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
+        sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
+        row = i_m * BM
+        column = i_n * BN
+        o_m = (row + o_r)[:, None]
+        o_n = (column + o_c)[None, :]
+        x = (i_b * HQ + i_h) * LQ + row + o_r
+        m_x = row + o_r < query_end
+        b_q = load_rows(Q + q_offset, row, s_q, o_r, o_d, query_end, D, True)
+        b_k = load_rows(K + k_offset, column, s_k, o_c, o_d, key_end, D, True)
+        b_v = load_rows(V + v_offset, column, s_v, o_c, o_v, key_end, DV, True)
+        b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
+        b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
+        b_p = tl.math.exp2(b_s - tl.load(LSE2 + x, mask=m_x, other=float("inf"))[:, None])
+        b_p = tl.where(visible(o_m, o_n, sight, FEATURES), b_p, 0.0)
+        b_kept = kept(o_m, o_n, seeds(SEED, i_b, i_h, FEATURES), rate, FEATURES)
+        b_ds = -tl.load(DELTA + x, mask=m_x, other=0.0)[:, None]
+        if HAS_DO:
+            b_do = load_rows(DO + o_offset, row, s_o, o_r, o_v, query_end, DV, True)
+            b_ds += thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
+        b_ds = b_p * b_ds
+        b_sum += b_ds
+        if WANT_T:
+            b_tds = -tl.load(T_DELTA + x, mask=m_x, other=0.0)[:, None]
+            if HAS_TDO:
+                b_tdo = load_rows(TDO + o_offset, row, s_o, o_r, o_v, query_end, DV, True)
+                b_tds += thinned(products(b_tdo, b_v, PRECISION), b_kept, FEATURES)
+            if HAS_TV and HAS_DO:
+                b_tv = load_rows(TV + v_offset, column, s_v, o_c, o_v, key_end, DV, True)
+                b_tds += thinned(products(b_do, b_tv, PRECISION), b_kept, FEATURES)
+            b_tds = b_p * b_tds
+            if HAS_TS:
+                b_tq = b_q
+                if HAS_TQ:
+                    b_tq = load_rows(TQ + q_offset, row, s_q, o_r, o_d, query_end, D, True)
+                b_tk = b_k
+                if HAS_TK:
+                    b_tk = load_rows(TK + k_offset, column, s_k, o_c, o_d, key_end, D, True)
+                b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
+                b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
+                b_tds += b_ds * (b_w - tl.load(MU + x, mask=m_x, other=0.0)[:, None])
+            b_tsum += b_tds
+
+    if WANT:
+        store_sum(D_BIAS, b_sum, i_x, i_m * BM + o_r, i_n * BN + o_c, LQ, LK, BY_ROW, BY_COLUMN)
+    if WANT_T:
+        store_sum(TD_BIAS, b_tsum, i_x, i_m * BM + o_r, i_n * BN + o_c, LQ, LK, BY_ROW, BY_COLUMN)
+
+
+@triton.jit
+def store_sum(X, b_sum, i_x, o_m, o_n, LQ, LK, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr):
+    if BY_ROW and BY_COLUMN:
+        p_x = X + (i_x * LQ + o_m[:, None]) * LK + o_n[None, :]
+        tl.store(p_x, b_sum.to(X.dtype.element_ty), mask=(o_m < LQ)[:, None] & (o_n < LK)[None, :])
+    elif BY_COLUMN:
+        tl.store(X + i_x * LK + o_n, tl.sum(b_sum, 0), mask=o_n < LK)
+    else:
+        tl.store(X + i_x * LQ + o_m, tl.sum(b_sum, 1), mask=o_m < LQ)

@@ -1,0 +1,194 @@
+"""Which keys a query sees, which tiles a program visits, and which probabilities dropout keeps.
+
+Query i sees the keys from i − left to i + right (`right` is 0 for causal attention; one that is absent from FEATURES does not
+limit), before the lengths of its batch entry, in its own segment, and where the mask is true.  What depends on positions
+alone bounds the loops (`key_bounds`, `query_bounds`); segments and masks are looked through beforehand (`list_tiles`).
+"""
+
+import triton
+import triton.language as tl
+
+from jax_flash_jvp.kernels.portable.scores import has, lengths, load_scores, matrix, share
+
+
+@triton.jit
+def visible(o_m, o_n, sight, FEATURES: tl.constexpr):
+    """Which of the keys o_n the queries o_m see."""
+    LQ, LK, query_end, key_end, left, right, Q_SEGMENTS, K_SEGMENTS, mask = sight
+    if has(FEATURES, "right"):
+        b_seen = (o_n < key_end) & (o_n <= o_m + right)
+    else:
+        b_seen = (o_n < key_end) & (o_m >= 0)
+    if has(FEATURES, "left"):
+        b_seen &= o_n >= o_m - left
+    if has(FEATURES, "lengths"):
+        b_seen &= o_m < query_end
+    if has(FEATURES, "segments"):
+        b_queries = tl.load(Q_SEGMENTS + o_m, mask=o_m < LQ, other=0)
+        b_seen &= b_queries == tl.load(K_SEGMENTS + o_n, mask=o_n < LK, other=0)
+    if has(FEATURES, "mask"):
+        b_seen &= load_scores(mask, o_m, o_n, LQ, LK, FEATURES, "mask") != 0
+    return b_seen
+
+
+@triton.constexpr_function
+def exists(phase, features, ragged):
+    """Is there this phase of the loop over tiles?  0: tiles that are seen whole; 1: those that are not, or, of a list, all;
+    2: those that the left end of a window cuts."""
+    if has(features, "tiles"):
+        return phase == 1
+    edges = ragged or any(has(features, name) for name in ("right", "left", "lengths"))
+    return phase == 0 or (phase == 1 and edges) or (phase == 2 and has(features, "left"))
+
+
+@triton.jit
+def key_bounds(i_m, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.constexpr, FEATURES: tl.constexpr):
+    """(start, first, whole, stop): tiles of keys from `first` until before `whole` are seen by every query of block i_m;
+    before `start` and from `stop` on, by none."""
+    start = 0
+    first = 0
+    whole = key_end
+    stop = key_end
+    if has(FEATURES, "right"):
+        stop = tl.minimum(key_end, tl.maximum(0, (i_m + 1) * BM + right))
+        whole = tl.minimum(key_end, tl.maximum(0, i_m * BM + 1 + right))
+    if has(FEATURES, "lengths"):
+        stop = tl.where(i_m * BM < query_end, stop, 0)
+        whole = tl.where((i_m + 1) * BM <= query_end, whole, 0)
+    whole = whole // BN * BN
+    if has(FEATURES, "left"):
+        start = tl.maximum(0, i_m * BM - left) // BN * BN
+        first = tl.cdiv(tl.maximum(0, (i_m + 1) * BM - 1 - left), BN) * BN
+        whole = tl.where(first < whole, whole, start)
+        first = tl.minimum(first, whole)
+    return start, first, whole, stop
+
+
+@triton.jit
+def query_bounds(i_n, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.constexpr, FEATURES: tl.constexpr):
+    """(start, first, whole, stop): likewise for the tiles of queries that see key block i_n."""
+    start = 0
+    first = 0
+    whole = query_end
+    stop = query_end
+    if has(FEATURES, "right"):
+        start = tl.maximum(0, i_n * BN - right) // BM * BM
+        first = tl.minimum(tl.cdiv(tl.maximum(0, i_n * BN + BN - 1 - right), BM), tl.cdiv(query_end, BM)) * BM
+    if has(FEATURES, "left"):
+        stop = tl.minimum(query_end, tl.maximum(0, i_n * BN + BN + left))
+        first = tl.minimum(first, tl.cdiv(stop, BM) * BM)
+        whole = tl.maximum(first, tl.minimum(query_end, tl.maximum(0, i_n * BN + 1 + left)) // BM * BM)
+    if has(FEATURES, "lengths"):
+        stop = tl.where(i_n * BN < key_end, stop, 0)
+        cut = i_n * BN + BN > key_end
+        first = tl.where(cut, stop, first)
+        whole = tl.where(cut, stop, whole)
+    return start, first, whole, stop
+
+
+@triton.jit
+def span(start, first, whole, stop, listed_stop, PHASE: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
+    """Where a phase begins and ends.  Causality cuts the last keys that a query sees, and the first queries that see a key."""
+    if has(FEATURES, "tiles"):
+        return 0, listed_stop
+    elif PHASE == 0:
+        return first, whole
+    elif (PHASE == 1) == BY_KEY:
+        return start, first
+    else:
+        return whole, stop
+
+
+@triton.jit
+def listed(tiles, at, B: tl.constexpr, FEATURES: tl.constexpr):
+    """The first row of the tile that is visited at `at`."""
+    if has(FEATURES, "tiles"):
+        return tl.load(tiles + at // B) * B
+    else:
+        return at
+
+
+@triton.jit
+def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: tl.constexpr):
+    """(list, length) of the tiles that this program visits, see `list_tiles`."""
+    if has(FEATURES, "tiles"):
+        size = tl.full([], 1, tl.int64) * n_blocks * (n_tiles + 1)
+        p_tiles = share(TILES, i_b, i_h, HQ, GROUP, size, FEATURES, "tiles") + i_block * (n_tiles + 1)
+        return p_tiles + 1, tl.load(p_tiles)
+    else:
+        return TILES, 0
+
+
+@triton.jit
+def list_tiles(
+    MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS,
+    HQ, GROUP, LQ, LK, left, right, heads,
+    TILES,
+    BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """For each block of queries, or BY_KEY of keys, how many tiles have anything to see, and their indices along the other
+    axis.  Of HQ // heads query heads the first stands for all."""
+    n_m = tl.cdiv(LQ, BM)
+    n_n = tl.cdiv(LK, BN)
+    n_blocks = n_n if BY_KEY else n_m
+    n_tiles = n_m if BY_KEY else n_n
+    i_block = tl.program_id(0) % n_blocks
+    i_bh = (tl.program_id(0) // n_blocks).to(tl.int64)
+    i_b = i_bh // heads
+    query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
+    mask = matrix(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, FEATURES, "mask")
+    sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
+    p_tiles = TILES + (i_bh * n_blocks + i_block) * (n_tiles + 1)
+    count = tl.full([], 0, tl.int32)
+    for i in range(n_tiles):
+        o_m = (i if BY_KEY else i_block) * BM + tl.arange(0, BM)[:, None]
+        o_n = (i_block if BY_KEY else i) * BN + tl.arange(0, BN)[None, :]
+        b_seen = visible(o_m, o_n, sight, FEATURES) & (o_m < LQ)
+        seen = tl.max(tl.max(b_seen.to(tl.int32), 1), 0)
+        tl.store(p_tiles + 1 + count, i, mask=seen > 0)
+        count += seen
+    tl.store(p_tiles, count)
+
+
+# ------------------------------------------------------------------------------------------------ dropout
+
+
+@triton.jit
+def _mixed(b_x):
+    """A permutation of 32-bit integers that scatters neighbours."""
+    b_x = (b_x ^ (b_x >> 16)) * 0x21F0AAAD
+    b_x = (b_x ^ (b_x >> 15)) * 0xD35A2D97
+    return b_x ^ (b_x >> 15)
+
+
+@triton.jit
+def seeds(SEED, i_b, i_h, FEATURES: tl.constexpr):
+    """Two numbers for this head, from the two of its batch entry."""
+    if has(FEATURES, "dropout"):
+        seed = tl.load(SEED + 2 * i_b).to(tl.uint32, bitcast=True)
+        other = tl.load(SEED + 2 * i_b + 1).to(tl.uint32, bitcast=True)
+        i = i_h.to(tl.uint32)
+        return _mixed(seed ^ _mixed(i)), _mixed(other + i)
+    else:
+        return 0, 0
+
+
+@triton.jit
+def kept(o_m, o_n, head_seeds, rate, FEATURES: tl.constexpr):
+    """1 / (1 − rate) where dropout keeps a probability, else 0: a hash of its place, the same in every kernel."""
+    if has(FEATURES, "dropout"):
+        seed, other = head_seeds
+        b_key = _mixed(o_m.to(tl.uint32) ^ seed)
+        b_x = _mixed(_mixed(o_n.to(tl.uint32) ^ b_key) + (b_key ^ other))
+        threshold = (tl.full([], 2.0**31, tl.float32) * rate).to(tl.int32)
+        return tl.where((b_x >> 1).to(tl.int32) >= threshold, 1.0 / (1.0 - rate), 0.0)
+    else:
+        return 1.0
+
+
+@triton.jit
+def thinned(b_x, b_kept, FEATURES: tl.constexpr):
+    if has(FEATURES, "dropout"):
+        return b_x * b_kept
+    else:
+        return b_x
