@@ -27,34 +27,50 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
+    causal_alignment: str = "upper_left",
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
 ) -> Any:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
 
     .. math::  O = \mathrm{softmax}(\sigma Q K^T + B) V
 
-    Arguments and results are those of :func:`jax.nn.dot_product_attention`.  In shapes, B is the batch size, T the number
-    of queries, S of keys, N the number of query heads, K of key heads, H the channels of a head.
+    Arguments up to `return_residual`, and results, are those of :func:`jax.nn.dot_product_attention`; the others are what
+    other attention libraries offer.  In shapes, B is the batch size, T the number of queries, S of keys, N the number of
+    query heads, K of key heads, H the channels of a query's head and Hv of a value's.
 
     Args:
       query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64; H at most 256.
       key: [B, S, K, H] or [S, K, H], in the dtype of `query`.  N must be a multiple of K: with K < N, consecutive groups of
         N // K query heads share a key head (grouped-query attention, arXiv:2305.13245).
-      value: [B, S, K, H] or [S, K, H], like `key`.
-      bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S].  Differentiable.
-      mask: boolean, True where a query attends to a key; broadcast to [B, N, T, S].
+      value: [B, S, K, Hv] or [S, K, Hv], like `key`; Hv at most 256.
+      bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S], or with K heads.  Differentiable.
+      mask: boolean, True where a query attends to a key; broadcast likewise.
       scale: σ, a number; 1 / sqrt(H) by default.
-      is_causal: query i attends to keys 0 … i.
+      is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
       query_seq_lengths: int32 [B]; queries from there on give zeros.
       key_value_seq_lengths: int32 [B]; keys from there on are hidden.
-      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right.
+      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right; None for one
+        of the two does not limit it.
       implementation: None chooses the kernels on an NVIDIA GPU where they serve the call, and the tiled reference
-        elsewhere.  "triton": the kernels, or an error; "hopper"
-        and "portable" name one family of them.  "xla": the tiled reference, pure JAX on any platform.
-        "interpret": the kernels on numpy, slowly, for debugging them.
+        elsewhere.  "triton": the kernels, or an error; "hopper" and "portable" name one family of them.  "xla": the tiled
+        reference, pure JAX on any platform.  "interpret": the kernels on numpy, slowly, for debugging them.
       return_residual: also return the log-sum-exp of the scores.
+      causal_alignment: "upper_left", as in jax.nn, or "lower_right": then `is_causal` and `local_window_size` count queries
+        from the end, i + S - T in place of i, so that the last query sees the last key, as when decoding.
+      query_segment_ids: int32 [B, T] or [T]; a query attends to keys of its own segment: packed documents.
+      key_value_segment_ids: int32 [B, S] or [S]; given together with `query_segment_ids`.
+      logits_soft_cap: c; scores become c tanh(σ q·k / c), before bias and masks (arXiv:2408.00118, section 2).
+      sinks: [N]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
+      dropout_rate: the share of probabilities that are dropped, in [0, 1); the others are divided by 1 - rate.
+      dropout_key: a key of jax.random, from which the same are dropped in every derivative.
 
     Returns:
-      The output, in the shape and dtype of `query`; with `return_residual`, a pair of it and of the log-sum-exp (natural
+      The output, [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`; with `return_residual`, a pair of it and of the log-sum-exp (natural
       logarithm) of each row of scores, [B, T, N] or [T, N], in float32 (float64 for float64 arrays), differentiable like
       the output.  Scores and sums are accumulated in float32 (float64).  A query that sees no key gives zeros and -inf,
       with zero derivatives.
@@ -69,7 +85,8 @@ def dot_product_attention(
     """
     arrays = dict(query=query, key=key, value=value, bias=bias, mask=mask)
     lengths = dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
-    given = {name: _as_array(name, a) for name, a in {**arrays, **lengths}.items()}
+    segments = dict(query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids)
+    given = {name: _as_array(name, a) for name, a in {**arrays, **lengths, **segments}.items()}
     ndim = given["query"].ndim
     for name in ("query", "key", "value"):
         if given[name].ndim != ndim or ndim not in (3, 4):
@@ -80,12 +97,24 @@ def dot_product_attention(
     for name in arrays:
         if given[name] is not None:
             given[name] = _four_dimensional(name, given[name])
-    x = Operands(*given.values())
+    for name in segments:
+        if given[name] is not None and ndim == 3 and given[name].ndim == 1:
+            given[name] = given[name][None]
+    rate = _rate(dropout_rate)
+    x = Operands(*given.values(), seed=_seed(dropout_key, len(given["query"])) if rate else None)
     check_operands(x)
+    sinks = _as_array("sinks", sinks)
+    if sinks is not None and sinks.shape != x.query.shape[2:3]:
+        raise ValueError(f"`sinks` must have shape ({x.query.shape[2]},), one number a query head: got {sinks.shape}")
+    if causal_alignment not in ("upper_left", "lower_right"):
+        raise ValueError(f"`causal_alignment` must be 'upper_left' or 'lower_right': got {causal_alignment!r}")
     problem = Problem(
         scale=_number("scale", scale, x.query.shape[-1] ** -0.5),
         is_causal=_flag("is_causal", is_causal),
         window=_window(local_window_size),
+        lower_right=causal_alignment == "lower_right",
+        soft_cap=_soft_cap(logits_soft_cap),
+        dropout_rate=rate,
         precision=_precision(),
         implementation=implementation,
     )
@@ -97,6 +126,8 @@ def dot_product_attention(
             f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla'"
         )
     output, log_sum_exp = attend(problem, *x)
+    if sinks is not None:
+        output, log_sum_exp = _with_sinks(output, log_sum_exp, sinks)
     residual = jnp.swapaxes(log_sum_exp, 1, 2)
     if ndim == 3:
         output, residual = output[0], residual[0]
@@ -134,6 +165,40 @@ def _number(name: str, value: Any, default: float) -> float:
     return value
 
 
+def _with_sinks(o: jax.Array, log_sum_exp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it."""
+    sinks = sinks.astype(log_sum_exp.dtype)[:, None]
+    seen = log_sum_exp > -jnp.inf
+    log_sum_exp = jnp.where(seen, log_sum_exp, 0)
+    share = jnp.where(seen, jax.nn.sigmoid(log_sum_exp - sinks), 0).mT[..., None]
+    return (o * share).astype(o.dtype), jnp.where(seen, jnp.logaddexp(log_sum_exp, sinks), sinks)
+
+
+def _seed(key: Any, batch: int) -> jax.Array:
+    if key is None:
+        raise ValueError("`dropout_key` must be given where `dropout_rate` is above 0")
+    try:
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, (batch, 2), "uint32"), jnp.int32)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`dropout_key` must be a key of jax.random: got {type(key).__name__}") from error
+
+
+def _rate(value: Any) -> float:
+    rate = _number("dropout_rate", value, 0.0)
+    if not 0 <= rate < 1:
+        raise ValueError(f"`dropout_rate` must be at least 0 and below 1: got {rate}")
+    return rate
+
+
+def _soft_cap(value: Any) -> float | None:
+    if value is None:
+        return None
+    cap = _number("logits_soft_cap", value, 0.0)
+    if cap <= 0:
+        raise ValueError(f"`logits_soft_cap` must be positive: got {cap}; leave it None for no cap")
+    return cap
+
+
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
@@ -144,15 +209,16 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _window(size: Any) -> tuple[int, int] | None:
+def _window(size: Any) -> tuple[int | None, int | None] | None:
     if size is None:
         return None
     pair = (size, size) if _is_integer(size) else size
-    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_integer, pair))):
-        raise TypeError(f"`local_window_size` must be an integer or a pair of integers: got {size!r}")
-    if min(pair) < 0:
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(n is None or _is_integer(n) for n in pair)):
+        raise TypeError(f"`local_window_size` must be an integer or a pair of integers or None: got {size!r}")
+    if any(n is not None and n < 0 for n in pair):
         raise ValueError(f"`local_window_size` must not be negative: got {size!r}")
-    return int(pair[0]), int(pair[1])
+    left, right = (n if n is None else int(n) for n in pair)
+    return None if left is right is None else (left, right)
 
 
 def _precision() -> str:

@@ -55,7 +55,7 @@ class Problem:
         """(left, right): query i sees keys i - left to i + right; None: no such limit."""
         left, right = self.window or (None, None)
         if self.is_causal:
-            right = min(right or 0, 0)
+            right = 0
         shift = keys - queries if self.lower_right else 0
         return left if left is None else left - shift, right if right is None else right + shift
 
@@ -137,7 +137,9 @@ def _check_dtypes(x: Operands) -> None:
 
 def _check_broadcast(name: str, shape: Sequence[int], scores: Sequence[int], key_heads: int) -> None:
     fits = len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, scores, strict=True))
-    if not fits and not (len(shape) == 4 and shape[1] == key_heads and all(shape[i] in (1, scores[i]) for i in (0, 2, 3))):
+    if not fits and not (
+        len(shape) == 4 and shape[1] == key_heads and all(shape[i] in (1, scores[i]) for i in (0, 2, 3))
+    ):
         raise ValueError(
             f"`{name}` must broadcast to (batch, query heads, query length, key length) = {tuple(scores)}, or have the "
             f"{key_heads} heads of `key`: got {tuple(shape)}"

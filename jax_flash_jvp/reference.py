@@ -91,8 +91,7 @@ class Tiles:
         self.rows, self.columns = Axis.cut(x.query.shape[1]), Axis.cut(x.key.shape[1])
         self.heads = (x.key.shape[2], x.query.shape[2] // x.key.shape[2])
         self.dtype = jnp.promote_types(x.query.dtype, jnp.float32)
-        left, right = problem.window or (None, None)  # query i sees at most keys i - left to i + right
-        self.reach = (left, min(right or 0, 0) if problem.is_causal else right)
+        self.reach = problem.reach(self.rows.length, self.columns.length)
         self.arrays: dict[str, Arrays] = {place: {} for place in PLACES.values()}
         self.sums: dict[str, Arrays] = {"row": {}, "column": {}, "pair": {}}
         self.add("query", q=x.query)
@@ -101,6 +100,13 @@ class Tiles:
         for name, lengths in (("query_lengths", x.query_lengths), ("key_lengths", x.key_lengths)):
             if lengths is not None:
                 self.arrays["shared"][name] = lengths[:, None, None, None, None]
+        if x.query_segments is not None:
+            self.arrays["row"]["query_segments"] = self.rows.split(x.query_segments[:, None, None, :, None], -2)
+            self.arrays["column"]["key_segments"] = self.columns.split(x.key_segments[:, None, None, None, :], -1)
+        if x.seed is not None:
+            heads = np.arange(x.query.shape[2], dtype=np.uint32).reshape(*self.heads, 1, 1)
+            seed, other = (lax.bitcast_convert_type(s, jnp.uint32)[:, None, None, None, None] for s in x.seed.T)
+            self.arrays["shared"]["seeds"] = mixed(seed ^ mixed(heads)), mixed(other + heads)
 
     def add(self, kind: str, **arrays: Array | None) -> None:
         """File arrays that are a "query" [B, T, N, H], a "key" [B, S, K, H] or "scores" [1|B, 1|N, 1|T, 1|S]."""
@@ -114,7 +120,8 @@ class Tiles:
                 self.arrays["column"][name] = self.columns.split(a.transpose(0, 2, 1, 3), -2)
             else:
                 by_row, by_column = a.shape[2] != 1, a.shape[3] != 1
-                a = a.reshape(a.shape[0], *((1, 1) if a.shape[1] == 1 else self.heads), *a.shape[2:])
+                heads = self.heads if a.shape[1] == self.x.query.shape[2] else (a.shape[1], 1)
+                a = a.reshape(a.shape[0], *heads, *a.shape[2:])
                 a = self.columns.split(a, -1) if by_column else a
                 self.arrays[PLACES[by_row, by_column]][name] = self.rows.split(a, -2) if by_row else a
 
@@ -165,17 +172,35 @@ class Tiles:
         return Operands(*map(gradient, KINDS, self.x[:DIFFERENTIABLE]))
 
     def scores(self, i: Any, j: Any, d: Arrays) -> Array:
-        """S of the tile of row block i and column block j."""
-        s = add(self.problem.scale * outer(d["q"], d["k"]), cast(d.get("bias"), self.dtype))
-        row, column = self.rows.positions(i)[:, None], self.columns.positions(j)
+        """S of the tile of row block i and column block j, and what else depends on the place: added to `d`."""
+        s, row, column = (
+            self.problem.scale * outer(d["q"], d["k"]),
+            self.rows.positions(i)[:, None],
+            self.columns.positions(j),
+        )
+        if self.problem.soft_cap is not None:
+            d["u"] = jnp.tanh(s / self.problem.soft_cap)
+            s = self.problem.soft_cap * d["u"]
+        if "seeds" in d:
+            d["kept"] = self.kept(row, column, *d["seeds"])
+        s = add(s, cast(d.get("bias"), self.dtype))
         left, right = self.reach
         visible = [d["mask"]] if "mask" in d else []
+        visible += [d["query_segments"] == d["key_segments"]] if "query_segments" in d else []
         visible += [column >= row - left] if left is not None else []
         visible += [column <= row + right] if right is not None else []
         for position, axis, name in ((row, self.rows, "query_lengths"), (column, self.columns, "key_lengths")):
             visible += [position < axis.length] if axis.length < axis.blocks * axis.block else []
             visible += [position < d[name]] if name in d else []
         return jnp.where(reduce(operator.and_, visible), s, -np.inf) if visible else s
+
+    def kept(self, row: Array, column: Array, seed: Array, other: Array) -> Array:
+        """1 / (1 - rate) where dropout keeps a probability, else 0: a hash of its place, as in the kernels."""
+        rate = np.float32(self.problem.dropout_rate)
+        key = mixed(row.astype(jnp.uint32) ^ seed)
+        bits = mixed(mixed(column.astype(jnp.uint32) ^ key) + (key ^ other)) >> 1
+        threshold = np.int32(np.float32(2**31) * rate)
+        return jnp.where(bits.astype(jnp.int32) >= threshold, 1 / (1 - rate), 0).astype(self.dtype)
 
     def out_of_sight(self, i: Any, j: Any) -> Any:
         """Do causality and the window hide every key of the tile from every query?  None: there are neither."""
@@ -185,9 +210,12 @@ class Tiles:
         tests += [column[0] > row[-1] + right] if right is not None else []
         return reduce(operator.or_, tests) if tests else None
 
+    def tangent_products(self, d: Arrays) -> Array | None:
+        """The tangent of σ QKᵀ."""
+        return multiply(self.problem.scale, add(outer(d.get("t_q"), d["k"]), outer(d["q"], d.get("t_k"))))
+
     def tangent_scores(self, d: Arrays) -> Array | None:
-        products = add(outer(d.get("t_q"), d["k"]), outer(d["q"], d.get("t_k")))
-        return add(multiply(self.problem.scale, products), cast(d.get("t_bias"), self.dtype))
+        return add(under_cap(d, self.tangent_products(d)), cast(d.get("t_bias"), self.dtype))
 
     def sweep(self, tile: Callable[[Arrays, Array, Arrays], Arrays]) -> Arrays:
         """The blocks of all sums after `tile(arrays, S, sums) -> sums` has seen every tile."""
@@ -202,11 +230,16 @@ class Tiles:
                 j, column, pair, column_sums = inputs
                 d = {**self.arrays["shared"], **row, **column, **pair}
                 sums = {**row_sums, **column_sums, **self.sums["pair"]}
+
+                def visit(sums: Arrays) -> Arrays:
+                    s = self.scores(i, j, d)
+                    return tile(d, s, sums)
+
                 skip = self.out_of_sight(i, j)
                 if skip is None:
-                    sums = tile(d, self.scores(i, j, d), sums)
+                    sums = visit(sums)
                 else:
-                    sums = lax.cond(skip, lambda sums: sums, lambda sums: tile(d, self.scores(i, j, d), sums), sums)
+                    sums = lax.cond(skip, lambda sums: sums, visit, sums)
                 return pick(sums, row_sums), (pick(sums, column_sums), pick(sums, self.sums["pair"]))
 
             blocks = (np.arange(self.columns.blocks), self.arrays["column"], pairs, column_sums)
@@ -274,6 +307,23 @@ def mean_key(x: Operands) -> Array | None:
     return jnp.repeat(key.sum(1, keepdims=True) / max(1, key.shape[1]), x.query.shape[2] // key.shape[2], axis=2)
 
 
+def thinned(d: Arrays, a: Array | None) -> Array | None:
+    """What dropout leaves."""
+    return multiply(a, d["kept"]) if "kept" in d else a
+
+
+def under_cap(d: Arrays, a: Array | None) -> Array | None:
+    """`a` times the slope of the soft cap: from a cotangent of S that of what was capped, or back from a tangent."""
+    return multiply(a, 1 - d["u"] ** 2) if "u" in d else a
+
+
+def mixed(a: Any) -> Any:
+    """A permutation of 32-bit integers that scatters neighbours."""
+    a = (a ^ (a >> 16)) * np.uint32(0x21F0AAAD)
+    a = (a ^ (a >> 15)) * np.uint32(0xD35A2D97)
+    return a ^ (a >> 15)
+
+
 def accumulate(sums: Arrays, **terms: Array | None) -> Arrays:
     """Add to those sums that there are, each term summed over the axes along which its sum is broadcast."""
     new = dict(sums)
@@ -299,7 +349,7 @@ def _forward(x: Operands, problem: Problem, for_maximum: Callable[[Array], Array
         maximum = jnp.maximum(sums["maximum"], for_maximum(s).max(-1, keepdims=True))
         decay, p = jnp.exp(sums["maximum"] - maximum), jnp.exp(s - maximum)
         old = {"maximum": maximum, "total": decay * sums["total"], "o": decay * sums["o"]}
-        return accumulate(old, total=p, o=onto_rows(p, d["v"]))
+        return accumulate(old, total=p, o=onto_rows(thinned(d, p), d["v"]))
 
     sums = tiles.sweep(tile)
     hidden = sums["total"] == 0
@@ -332,7 +382,8 @@ def tangent(x: Operands, y: tuple[Array, Array], tx: Operands, problem: Problem)
     def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
         p = jnp.exp(s - d["log_sum_exp"])
         p_t = multiply(p, add(tiles.tangent_scores(d), d.get("minus_c")))
-        return accumulate(sums, mu=p_t, t_o=add(onto_rows(p_t, d["v"]), onto_rows(p, d.get("t_v"))))
+        t_o = add(onto_rows(thinned(d, p_t), d["v"]), onto_rows(thinned(d, p), d.get("t_v")))
+        return accumulate(sums, mu=p_t, t_o=t_o)
 
     sums = tiles.sweep(tile)
     mu = tiles.take_row_scalar(sums["mu"])  # less c
@@ -371,16 +422,21 @@ def backward_dual(
     def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
         q, k, v, t_q, t_k, t_v, d_o, d_to = map(d.get, ("q", "k", "v", "t_q", "t_k", "t_v", "d_o", "d_to"))
         p = jnp.exp(s - d["log_sum_exp"])
-        w = add(outer(d_to, v), d.get("delta"))
+        p_kept = thinned(d, p)
+        w = add(thinned(d, outer(d_to, v)), d.get("delta"))
         t_s = add(tiles.tangent_scores(d), d.get("minus_mu"))
         d_ts = multiply(p, w)
-        d_s = multiply(p, add(multiply(w, t_s), outer(d_o, v), outer(d_to, t_v), d.get("t_delta")))
+        d_s = multiply(p, add(multiply(w, t_s), thinned(d, add(outer(d_o, v), outer(d_to, t_v))), d.get("t_delta")))
+        d_tx, d_x = under_cap(d, d_ts), under_cap(d, d_s)  # of the products, under the cap
+        if "u" in d:
+            bend = multiply(d_tx, multiply(-2 / problem.soft_cap * d["u"], tiles.tangent_products(d)))
+            d_x = add(d_x, bend)
         sums = accumulate(
-            sums, d_tq=onto_rows(d_ts, k), d_tk=onto_columns(d_ts, q), d_tv=onto_columns(p, d_to), d_tbias=d_ts
+            sums, d_tq=onto_rows(d_tx, k), d_tk=onto_columns(d_tx, q), d_tv=onto_columns(p_kept, d_to), d_tbias=d_ts
         )
-        d_q = add(onto_rows(d_s, k), onto_rows(d_ts, t_k))
-        d_k = add(onto_columns(d_s, q), onto_columns(d_ts, t_q))
-        d_v = add(onto_columns(p, d_o), onto_columns(multiply(p, t_s), d_to))
+        d_q = add(onto_rows(d_x, k), onto_rows(d_tx, t_k))
+        d_k = add(onto_columns(d_x, q), onto_columns(d_tx, t_q))
+        d_v = add(onto_columns(p_kept, d_o), onto_columns(multiply(p_kept, t_s), d_to))
         return accumulate(sums, d_q=d_q, d_k=d_k, d_v=d_v, d_bias=d_s)
 
     sums = tiles.sweep(tile)

@@ -33,7 +33,13 @@ def attention(
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    causal_alignment: str = "upper_left",
+    query_segment_ids: Any = None,
+    key_value_segment_ids: Any = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    kept: Any = None,  # [B, N, T, S]: what dropout multiplies the probabilities by
     implementation: str | None = None,  # so that it can stand in for the public function
     return_residual: bool = False,
 ) -> Any:
@@ -43,30 +49,41 @@ def attention(
     key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=dtype)
     scores *= query.shape[-1] ** -0.5 if scale is None else scale
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     if bias is not None:
+        bias = jnp.repeat(bias, group, axis=1) if 1 < bias.shape[1] < query.shape[2] else bias
         scores += bias.astype(dtype)
 
     i, j = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])
+    if causal_alignment == "lower_right":
+        i += key.shape[1] - query.shape[1]
     visible = scores > -jnp.inf  # a bias may hide keys, too
     if mask is not None:
-        visible &= mask
+        visible &= jnp.repeat(mask, group, axis=1) if 1 < mask.shape[1] < query.shape[2] else mask
+    if query_segment_ids is not None:
+        visible &= query_segment_ids[:, None, :, None] == key_value_segment_ids[:, None, None, :]
     if is_causal:
         visible &= j <= i
     if local_window_size is not None:
         left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
-        visible &= (i - left <= j) & (j <= i + right)
+        visible &= (left is None or i - left <= j) & (right is None or j <= i + right)
     if query_seq_lengths is not None:
-        visible &= i < query_seq_lengths[:, None, None, None]
+        visible &= jnp.arange(query.shape[1])[:, None] < query_seq_lengths[:, None, None, None]
     if key_value_seq_lengths is not None:
         visible &= j < key_value_seq_lengths[:, None, None, None]
 
     some = visible.any(-1, keepdims=True)
     scores = jnp.where(visible, scores, -jnp.inf)
+    if sinks is not None:  # one more key, whose value is zero
+        sinks = jnp.broadcast_to(sinks.astype(dtype)[:, None, None], (*scores.shape[:3], 1))
+        scores, some = jnp.concatenate([scores, sinks], -1), True
     largest = jnp.where(some, jax.lax.stop_gradient(scores).max(-1, keepdims=True, initial=-jnp.inf), 0)
     exponentials = jnp.exp(scores - largest)
     total = jnp.where(some, exponentials.sum(-1, keepdims=True), 1)
     log_sum_exp = jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0]
-    probabilities = (exponentials / total).astype(value.dtype)
+    probabilities = exponentials[..., : key.shape[1]] / total
+    probabilities = (probabilities if kept is None else probabilities * kept).astype(value.dtype)
     output = jnp.einsum("bnts,bsnh->btnh", probabilities, value, preferred_element_type=dtype).astype(query.dtype)
     return (output, log_sum_exp.mT) if return_residual else output
 

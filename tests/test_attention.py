@@ -50,7 +50,7 @@ def float32(*arrays):
 def test_signature():
     ours, theirs = (inspect.signature(f).parameters for f in (dot_product_attention, jax.nn.dot_product_attention))
     ours, theirs = ([(p.name, p.kind, p.default) for p in parameters.values()] for parameters in (ours, theirs))
-    assert ours == theirs
+    assert ours[: len(theirs)] == theirs
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)

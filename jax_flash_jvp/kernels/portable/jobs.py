@@ -214,7 +214,11 @@ def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], 
     bias = call.x.bias
     by_row, by_column = (f"bias:{axis}" in call.features.split() for axis in ("rows", "columns"))
     t = call.tile("score_side" if not want[1] else "score_side_dual")
-    shape, dtype, shared = (*bias.shape[:2],), dtype_of(bias), (call.batch // bias.shape[0], call.query_heads // bias.shape[1])
+    shape, dtype, shared = (
+        (*bias.shape[:2],),
+        dtype_of(bias),
+        (call.batch // bias.shape[0], call.query_heads // bias.shape[1]),
+    )
     if by_row and by_column:
         shape = tuple(bias.shape)
     else:

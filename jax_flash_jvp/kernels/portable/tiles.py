@@ -91,9 +91,17 @@ _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled o
     query_side_dual=((16, 16, 8, 2, 800),),
 )
 _SCORE_SIDE = {  # of the gradient of a bias
-    "half": dict(score_side=((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)), score_side_dual=((64, 64, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1))),
-    "tf32": dict(score_side=((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)), score_side_dual=((32, 32, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1))),
-    "ieee": dict(score_side=((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)), score_side_dual=((16, 16, 4, 1), (16, 16, 8, 1))),
+    "half": dict(
+        score_side=((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
+        score_side_dual=((64, 64, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+    ),
+    "tf32": dict(
+        score_side=((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+        score_side_dual=((32, 32, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    ),
+    "ieee": dict(
+        score_side=((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)), score_side_dual=((16, 16, 4, 1), (16, 16, 8, 1))
+    ),
 }
 _TABLES: dict[str, dict[int, dict]] = {
     "half": {80: _HALF_SM80, 86: _HALF_SM86, 90: _HALF_SM90, 100: _HALF_SM100},
