@@ -167,7 +167,7 @@ TRANSFORMATIONS = {
 
 @pytest.mark.parametrize(
     ("transformation", "head_dim"),
-    [*((name, 64) for name in TRANSFORMATIONS), ("grad", 128), ("grad-of-jvp-by-all", 128)],
+    [*((name, 64) for name in TRANSFORMATIONS), ("grad-of-jvp-by-all", 128)],
 )
 def test_launches_of_jax(transformation, head_dim):
     """Names, grids, parameters and warps of the kernels, on whichever jax-triton is installed."""
