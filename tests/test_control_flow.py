@@ -180,10 +180,14 @@ CHECKPOINTED = {  # with a place for a checkpoint, and how often the backward ke
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("make", "args", "calls"), CHECKPOINTED.values(), ids=CHECKPOINTED)
-def test_checkpoint(make, args, calls, policy, check):
-    function, forwards = POLICIES[policy]
+# every policy of a scan and of a call, and elsewhere those that differ in what they save of attention
+PAIRS = [(name, policy) for name in CHECKPOINTED for policy in POLICIES if name in ("scan", "of-jit")]
+PAIRS += [(name, policy) for name in ("loop", "of-scan") for policy in ("nothing", "everything", "name")]
+
+
+@pytest.mark.parametrize(("name", "policy"), PAIRS)
+def test_checkpoint(name, policy, check):
+    (make, args, calls), (function, forwards) = CHECKPOINTED[name], POLICIES[policy]
     kernels = None if None in (calls, forwards) else dict(forward=forwards * calls, backward=calls)
     eager = policy in ("nothing", "name")
     check(lambda a: make(a, checkpointed(function)), args, None, kernels, eager=eager, make_expected=make)

@@ -74,9 +74,10 @@ def assert_as_exact_as_flax(flavour, dtype, batch, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("batch", "dtype"), [((), "float32"), ((2, 3), "bfloat16")], ids=["B-float32", "B2x3-bfloat16"]
+    ("flavour", "batch", "dtype"),
+    [("nnx", (), "float32"), ("nnx", (2, 3), "bfloat16"), ("linen", (), "bfloat16")],
+    ids=["nnx-B-float32", "nnx-B2x3-bfloat16", "linen-B-bfloat16"],
 )
-@pytest.mark.parametrize("flavour", LAYERS)
 def test_without_mask(flavour, batch, dtype):
     assert_as_exact_as_flax(flavour, dtype, batch)
 
