@@ -191,8 +191,7 @@ class _Contiguous:
 
     def summed(self, array: Any, by_column: bool, like: Any) -> Any:
         array = array[:, :, None, :] if by_column else array[..., None]
-        batch, heads = like.shape[:2]
-        array = array.reshape(*array.shape[:1], heads, -1, *array.shape[2:]).sum(2)
+        array = array.reshape(array.shape[0], like.shape[1], -1, *array.shape[2:]).sum(2)
         axes = [axis for axis in (0, 2, 3) if like.shape[axis] == 1]
         return array.sum(axes, keepdims=True).astype(like.dtype)
 

@@ -324,6 +324,20 @@ def mixed(a: Any) -> Any:
     return a ^ (a >> 15)
 
 
+@jax.custom_jvp
+def row_maximum(s: Array) -> Array:
+    return s.max(-1, keepdims=True)
+
+
+@row_maximum.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """JAX's own rule divides by zero where XLA computes `s` a second time, and rounds it otherwise than its maximum."""
+    (s,), (t_s,) = primals, tangents
+    maximum = row_maximum(s)
+    largest = s == maximum
+    return maximum, jnp.where(largest, t_s, 0).sum(-1, keepdims=True) / jnp.maximum(largest.sum(-1, keepdims=True), 1)
+
+
 def accumulate(sums: Arrays, **terms: Array | None) -> Arrays:
     """Add to those sums that there are, each term summed over the axes along which its sum is broadcast."""
     new = dict(sums)
@@ -346,7 +360,7 @@ def _forward(x: Operands, problem: Problem, for_maximum: Callable[[Array], Array
     tiles.sums["row"]["maximum"] += jnp.finfo(tiles.dtype).min
 
     def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
-        maximum = jnp.maximum(sums["maximum"], for_maximum(s).max(-1, keepdims=True))
+        maximum = jnp.maximum(sums["maximum"], row_maximum(for_maximum(s)))
         decay, p = jnp.exp(sums["maximum"] - maximum), jnp.exp(s - maximum)
         old = {"maximum": maximum, "total": decay * sums["total"], "o": decay * sums["o"]}
         return accumulate(old, total=p, o=onto_rows(thinned(d, p), d["v"]))

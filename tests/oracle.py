@@ -46,13 +46,13 @@ def attention(
     """Four-dimensional arrays, as in `jax_flash_jvp.dot_product_attention`; softmax in at least float32."""
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     group = query.shape[2] // key.shape[2]
+    bias, mask = (a if a is None else _for_each_head(a, query, key) for a in (bias, mask))
     key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=dtype)
     scores *= query.shape[-1] ** -0.5 if scale is None else scale
     if logits_soft_cap is not None:
         scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     if bias is not None:
-        bias = jnp.repeat(bias, group, axis=1) if 1 < bias.shape[1] < query.shape[2] else bias
         scores += bias.astype(dtype)
 
     i, j = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])
@@ -60,7 +60,7 @@ def attention(
         i += key.shape[1] - query.shape[1]
     visible = scores > -jnp.inf  # a bias may hide keys, too
     if mask is not None:
-        visible &= jnp.repeat(mask, group, axis=1) if 1 < mask.shape[1] < query.shape[2] else mask
+        visible &= mask
     if query_segment_ids is not None:
         visible &= query_segment_ids[:, None, :, None] == key_value_segment_ids[:, None, None, :]
     if is_causal:
@@ -86,6 +86,13 @@ def attention(
     probabilities = (probabilities if kept is None else probabilities * kept).astype(value.dtype)
     output = jnp.einsum("bnts,bsnh->btnh", probabilities, value, preferred_element_type=dtype).astype(query.dtype)
     return (output, log_sum_exp.mT) if return_residual else output
+
+
+def _for_each_head(array: Any, query: Any, key: Any) -> Any:
+    """A bias or a mask that has the heads of the keys, with those of the queries."""
+    heads = key.shape[2]
+    shared = array.ndim == 4 and array.shape[1] == heads != query.shape[2]
+    return jnp.repeat(array, query.shape[2] // heads, axis=1) if shared and heads > 1 else array
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -130,9 +137,14 @@ def assert_close(got: Any, exact: Any, naive: Any, largest_score: float = 0) -> 
 
 
 def assert_as_exact_as_naive(
-    compute: Callable, result_of: Callable, arrays: Sequence[Any], dtype: str, largest_score: float = 0
+    compute: Callable,
+    result_of: Callable,
+    arrays: Sequence[Any],
+    dtype: str,
+    largest_score: float = 0,
+    naive: Callable = attention,
 ) -> None:
-    """compute(attention, *arrays), with `result_of` as the attention, meets the rule above.
+    """compute(attention, *arrays), with `result_of` as the attention, meets the rule above, which takes `naive` for it.
 
     Arrays are rounded to `dtype` first, so that the exact computation starts from the same numbers.  The entries of a
     dictionary are compared one by one.
@@ -140,15 +152,15 @@ def assert_as_exact_as_naive(
     rounded = jax.tree.map(
         lambda a: a.astype(dtype).astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, arrays
     )
-    got, naive = (evaluate(compute, function, rounded, dtype) for function in (result_of, attention))
-    exact = evaluate(compute, attention, rounded, "float64")
+    got, rough = (evaluate(compute, function, rounded, dtype) for function in (result_of, naive))
+    exact = evaluate(compute, naive, rounded, "float64")
     for name in exact if isinstance(exact, dict) else ():
         try:
-            assert_close(got[name], exact[name], naive[name], largest_score)
+            assert_close(got[name], exact[name], rough[name], largest_score)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
     if not isinstance(exact, dict):
-        assert_close(got, exact, naive, largest_score)
+        assert_close(got, exact, rough, largest_score)
 
 
 def _finite(a: Any) -> np.ndarray:

@@ -227,9 +227,9 @@ ERRORS = {
     "dtypes": (changed(key=jnp.zeros((B, S, K, H), "bfloat16")), TypeError, "got bfloat16 and float32; cast one"),
     "bias-bool": (changed(bias=jnp.ones((T, S), bool)), TypeError, "a boolean array belongs in `mask`"),
     "mask-float": (changed(mask=(T, S)), TypeError, "pass an additive mask as `bias`"),
-    "bias-shape": (changed(bias=(B, N, S, T)), ValueError, "= (2, 4, 5, 7): got (2, 4, 7, 5)"),
+    "bias-shape": (changed(bias=(B, N, S, T)), ValueError, "= (2, 4, 5, 7), or have the 2 heads of `key`: got (2, 4, 7, 5)"),
     "bias-rank": (changed(bias=(1, B, N, T, S)), ValueError, "`bias` must have at most four dimensions"),
-    "mask-group": (changed(mask=jnp.ones((B, K, T, S), bool)), ValueError, "`mask` must broadcast to (batch,"),
+    "mask-group": (changed(mask=jnp.ones((B, 3, T, S), bool)), ValueError, "`mask` must broadcast to (batch,"),
     "lengths-shape": (
         changed(query_seq_lengths=jnp.ones(3, jnp.int32)), ValueError, "`query_seq_lengths` must have shape (2,), one"
     ),
@@ -240,10 +240,29 @@ ERRORS = {
     "scale-nan": (changed(scale=float("nan")), ValueError, "`scale` must be finite: got nan"),
     "scale-array": (changed(scale=np.ones(2)), TypeError, "`scale` must be a number: got ndarray"),
     "causal": (changed(is_causal="yes"), TypeError, "`is_causal` must be True or False: got str"),
-    "window-three": (changed(local_window_size=(1, 2, 3)), TypeError, "or a pair of integers: got (1, 2, 3)"),
-    "window-float": (changed(local_window_size=1.5), TypeError, "an integer or a pair of integers: got 1.5"),
-    "window-bool": (changed(local_window_size=True), TypeError, "an integer or a pair of integers: got True"),
+    "window-three": (changed(local_window_size=(1, 2, 3)), TypeError, "or a pair of integers or None: got (1, 2, 3)"),
+    "window-float": (changed(local_window_size=1.5), TypeError, "an integer or a pair of integers or None: got 1.5"),
+    "window-bool": (changed(local_window_size=True), TypeError, "an integer or a pair of integers or None: got True"),
     "window-negative": (changed(local_window_size=(-1, 2)), ValueError, "must not be negative: got (-1, 2)"),
+    "alignment": (changed(causal_alignment="right"), ValueError, "or 'lower_right': got 'right'"),
+    "segments-alone": (
+        changed(query_segment_ids=jnp.zeros((B, T), jnp.int32)), ValueError, "must be given together, or neither"
+    ),
+    "segments-shape": (
+        changed(query_segment_ids=jnp.zeros((B, T), jnp.int32), key_value_segment_ids=jnp.zeros((B, T), jnp.int32)),
+        ValueError, "`key_value_segment_ids` must have shape (2, 7), one segment a key: got (2, 5)",
+    ),
+    "segments-dtype": (
+        changed(query_segment_ids=jnp.zeros((B, T)), key_value_segment_ids=jnp.zeros((B, S), jnp.int32)),
+        TypeError, "`query_segment_ids` must be int32: got float32",
+    ),
+    "soft-cap": (changed(logits_soft_cap=-1.0), ValueError, "`logits_soft_cap` must be positive: got -1.0; leave it None"),
+    "sinks-shape": (changed(sinks=jnp.zeros(K)), ValueError, "`sinks` must have shape (4,), one number a query head: got"),
+    "dropout-rate": (changed(dropout_rate=1.0), ValueError, "`dropout_rate` must be at least 0 and below 1: got 1.0"),
+    "dropout-key": (changed(dropout_rate=0.5), ValueError, "`dropout_key` must be given where `dropout_rate` is above 0"),
+    "dropout-key-type": (
+        changed(dropout_rate=0.5, dropout_key="seed"), TypeError, "`dropout_key` must be a key of jax.random: got str"
+    ),
     "window-numpy": (changed(local_window_size=np.int64(-1)), ValueError, "must not be negative: got np.int64(-1)"),
 }  # fmt: skip
 
@@ -262,24 +281,6 @@ def test_errors_under_jit():
         jax.jit(lambda c: dot_product_attention(**changed(), is_causal=c))(True)
     with pytest.raises(ValueError, match=r"`implementation` must be one of .*: got 'cudnn'"):
         dot_product_attention(**changed(), implementation="cudnn")
-
-
-UNSERVED = {
-    "`bias`": changed(bias=(T, S)),
-    "`mask`": changed(mask=jnp.ones((T, S), bool)),
-    "`query_seq_lengths`": changed(query_seq_lengths=LENGTHS),
-    "`key_value_seq_lengths`": changed(key_value_seq_lengths=LENGTHS),
-    "`local_window_size`": changed(local_window_size=2),
-    "a `value` whose channels differ": changed(value=(B, S, K, 3)),
-}
-
-
-@pytest.mark.parametrize("implementation", ["triton", "interpret"])
-@pytest.mark.parametrize(("what", "arguments"), UNSERVED.items(), ids=UNSERVED)
-def test_what_the_kernels_do_not_serve(what, arguments, implementation):
-    with pytest.raises(ValueError, match=f"{implementation!r} does not serve {what}.*; leave .* ask for 'xla'"):
-        dot_product_attention(**arguments, implementation=implementation)
-    dot_product_attention(**arguments)
 
 
 def test_float64_is_not_served_by_the_kernels():
