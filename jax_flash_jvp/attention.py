@@ -70,10 +70,10 @@ def dot_product_attention(
       dropout_key: a key of jax.random, from which the same are dropped in every derivative.
 
     Returns:
-      The output, [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`; with `return_residual`, a pair of it and of the log-sum-exp (natural
-      logarithm) of each row of scores, [B, T, N] or [T, N], in float32 (float64 for float64 arrays), differentiable like
-      the output.  Scores and sums are accumulated in float32 (float64).  A query that sees no key gives zeros and -inf,
-      with zero derivatives.
+      The output, [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`; with `return_residual`, a pair of it and of the
+      log-sum-exp (natural logarithm) of each row of scores, [B, T, N] or [T, N], in float32 (float64 for float64 arrays),
+      differentiable like the output.  Scores and sums are accumulated in float32 (float64).  A query that sees no key gives
+      zeros and -inf, with zero derivatives.
 
     Raises:
       ValueError: shapes that do not fit, or an `implementation` that does not serve the call.

@@ -13,8 +13,10 @@ from recorded import launches_of
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 KINDS = {"half": ("bfloat16", "ieee"), "tf32": ("float32", "tf32"), "ieee": ("float32", "ieee")}
-TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-NOTHING, QUERY, VALUE, KEY_AND_VALUE = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "v", "kv"))
+TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "bool": "i1"}
+NOTHING, QUERY, VALUE, KEY_AND_VALUE, BIAS = (
+    tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "v", "kv", "b")
+)
 
 
 class Recorder:
@@ -30,6 +32,9 @@ class Recorder:
 
     def round_to_tf32(self, array):
         return array
+
+    def summed(self, array, by_column, like):
+        return like
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages):
         first = next(i for i in inputs if i is not None)
@@ -50,7 +55,8 @@ def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):
     problem = Problem(scale=head_dim**-0.5, is_causal=not plain, precision=precision)
     array = lambda heads: jax.ShapeDtypeStruct((2, length, heads, head_dim), dtype)
     o = array(8)
-    x = Operands(o, array(2), array(2))
+    bias = jax.ShapeDtypeStruct((1, 8, length, length), dtype) if "score" in job else None
+    x = Operands(o, array(2), array(2), bias)
     statistic = jax.ShapeDtypeStruct((2, 8, length), jnp.float32)
     primals = tangents = x, (o, statistic), (o, None)
     backward = lambda want: jobs.backward(recorder, problem, *primals, want)
@@ -66,6 +72,8 @@ def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):
         "key_side_dual": lambda: dual(KEY_AND_VALUE),
         "value_side_dual": lambda: dual(VALUE),
         "query_side_dual": lambda: dual(QUERY),
+        "score_side": lambda: backward(BIAS),
+        "score_side_dual": lambda: dual(BIAS),
     }[job]()
     # first the statistics, last the values where they are done apart from the keys
     kernel, signature, constants, options = recorder.launches[1 if "side" in job else 0]
@@ -78,6 +86,56 @@ def check(job, head_dim, kind, capability, **variant):
     assert resources.fits(capability), resources
     assert resources.mma or kind == "ieee", resources
     assert resources.spill_stores <= tile(job, head_dim, dtype, precision, capability).spill, resources
+
+
+FEATURES = {
+    "bias": dict(bias=(1, 1, 1023, 1024)),
+    "lengths-window": dict(query_lengths=(2,), key_lengths=(2,), window=(256, 128)),
+    "segments": dict(query_segments=(2, 1023), key_segments=(2, 1024)),
+    "soft-cap": dict(soft_cap=30.0),
+    "dropout": dict(seed=(2, 2), dropout_rate=0.1),
+    "everything": dict(
+        bias=(2, 8, 1, 1024), mask=(2, 1, 1023, 1024), query_segments=(2, 1023), key_segments=(2, 1024), soft_cap=30.0,
+        query_lengths=(2,), key_lengths=(2,), seed=(2, 2), dropout_rate=0.1, window=(256, 0), lower_right=True,
+    ),
+}  # fmt: skip
+DTYPES = dict(bias="bfloat16", mask="bool")
+
+
+def featured():
+    for feature in FEATURES:
+        for head_dim, kind, capability in ((64, "half", 90), (128, "half", 80), (64, "tf32", 90), (128, "half", 90)):
+            slow = kind == "tf32" or (feature, capability) not in (("bias", 90), ("everything", 80))
+            yield pytest.param(feature, head_dim, kind, capability, marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize(("feature", "head_dim", "kind", "capability"), list(featured()))
+def test_features(feature, head_dim, kind, capability):
+    """Every kernel of a call with it compiles, fits and uses the matrix cores."""
+    dtype, precision = KINDS[kind]
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, DTYPES.get(name, "int32"))
+        for name, shape in FEATURES[feature].items()
+        if name in Operands._fields
+    }
+    static = {name: value for name, value in FEATURES[feature].items() if name not in arrays}
+    problem = Problem(scale=0.1, precision=precision, **static)
+    array = lambda length, heads, channels: jax.ShapeDtypeStruct((2, length, heads, channels), dtype)
+    q, k, v, o = array(1023, 8, head_dim), array(1024, 2, head_dim), array(1024, 2, 64), array(1023, 8, 64)
+    statistic = jax.ShapeDtypeStruct((2, 8, 1023), jnp.float32)
+    x, tx = Operands(q, k, v, **arrays), Operands(q, k, v, arrays.get("bias"))
+    primals = tangents = x, (o, statistic), (o, None)
+    want = (True, True, True, "bias" in arrays)
+    recorder = Recorder(capability)
+    jobs.forward(recorder, problem, x)
+    jobs.forward(recorder, problem, x, tx)
+    jobs.tangent(recorder, problem, x, o, statistic, tx)
+    jobs.backward(recorder, problem, *primals, want)
+    jobs.backward_dual(recorder, problem, *primals, (tx, *tangents[1:]), want, want)
+    for kernel, signature, constants, options in recorder.launches:
+        resources = compiled(kernel, signature, constants, capability=capability, **options)
+        assert resources.fits(capability), (kernel, resources)
+        assert resources.mma or kernel.__name__ in ("statistics", "list_tiles"), kernel
 
 
 def cases():
@@ -101,7 +159,7 @@ def test_tile(job, head_dim, kind, capability):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", JOBS[:-2])
 def test_whole_tiles_alone(job, head_dim):
     """No diagonal and no ragged end, in which case the compiler sees another kernel."""
     check(job, head_dim, "half", 90, plain=True)
@@ -190,7 +248,8 @@ def test_launches_of_jax(transformation, head_dim):
         t = tile(job, head_dim, "bfloat16", "ieee", 80)
         blocks = -(-KEYS // t.block_n) * HEADS // GROUP if kernel == "key_side" else -(-LENGTH // t.block_m) * HEADS
         assert (launch.grid, launch.num_warps) == ((2 * blocks, 1, 1), t.num_warps)
-        assert len(arrays) == {"forward": 10, "key_side": 16, "query_side": 14}[kernel]
+        assert len(arrays) == {"forward": 19, "key_side": 25, "query_side": 23}[kernel]
         strides = [length * heads * head_dim // 16 for length, heads in ((LENGTH, HEADS), (KEYS, HEADS // GROUP))]
         integers = [HEADS, GROUP, LENGTH, KEYS, *strides, strides[1]]  # batch strides come in units of 16 elements
-        assert scalars == [(pytest.approx(head_dim**-0.5), "fp32"), *[(n, "i32") for n in integers]]
+        unused = [(0, "i32"), (0, "i32"), (0, "fp32"), (0, "fp32")]  # of windows, a cap and dropout
+        assert scalars == [(pytest.approx(head_dim**-0.5), "fp32"), *[(n, "i32") for n in integers], *unused]

@@ -15,7 +15,7 @@ from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
 from jax_flash_jvp.kernels.portable import visibility
-from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, padded, product, tile
+from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, padded, product, tile
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
 STRIDE_UNIT = 16  # elements; what Triton makes use of
@@ -100,7 +100,8 @@ class _Call:
         return tuple(None if a is None else self.launcher.round_to_tf32(a) for a in arrays)
 
     def tile(self, job: str) -> Tile:
-        return tile(job, self.widest, self.dtype, self.problem.precision, self.launcher.target)
+        found = tile(job, self.widest, self.dtype, self.problem.precision, self.launcher.target)
+        return lighter(found) if {"bias", "mask", "dropout", "cap"} & {*self.features.split()} else found
 
     def run(self, kernel, tile: Tile, programs: int, inputs, outputs, tx: Operands, by_key: bool = False, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
@@ -128,7 +129,7 @@ class _Call:
         (listed,) = self.launcher.launch(
             visibility.list_tiles, batch * heads * n_blocks, self.selection, (*self.lengths, *self.reach, heads),
             [Output((batch, heads, n_blocks, n_tiles + 1), "int32")],
-            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1,
+            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 8, 1,
         )  # fmt: skip
         return listed
 

@@ -90,17 +90,18 @@ _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled o
     value_side_dual=((16, 16, 8, 2),),
     query_side_dual=((16, 16, 8, 2, 800),),
 )
-_SCORE_SIDE = {  # of the gradient of a bias
+_SCORE_SIDE = {  # of the gradient of a bias; within 99 KiB but on sm_90
     "half": dict(
-        score_side=((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
-        score_side_dual=((64, 64, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+        score_side=((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+        score_side_dual=((64, 32, 4, 2, 100), (32, 32, 4, 2, 100), (16, 32, 4, 2)),
     ),
     "tf32": dict(
-        score_side=((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
-        score_side_dual=((32, 32, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+        score_side=((32, 32, 8, 2), (32, 32, 8, 2), (16, 16, 8, 2)),
+        score_side_dual=((32, 32, 8, 2, 200), (16, 16, 4, 2, 200), (16, 16, 8, 2, 400)),
     ),
     "ieee": dict(
-        score_side=((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)), score_side_dual=((16, 16, 4, 1), (16, 16, 8, 1))
+        score_side=((16, 16, 4, 2),),
+        score_side_dual=((16, 16, 8, 2),),
     ),
 }
 _TABLES: dict[str, dict[int, dict]] = {
@@ -135,6 +136,11 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
     row = (_TABLES[kind][_LIKE.get(int(target), 86)] | _SCORE_SIDE[kind])[job]
     column = next(i for i, most in enumerate(HEAD_DIMS) if head_dim <= most)
     return Tile(*row[column]) if column < len(row) else None
+
+
+def lighter(tile: Tile) -> Tile:
+    """For calls that read, or work out, more than a product for each score: a bias, a mask, dropout, a cap."""
+    return tile._replace(block_n=min(64, tile.block_n), num_stages=min(2, tile.num_stages))
 
 
 def tile(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile:
