@@ -93,11 +93,11 @@ _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled o
 _SCORE_SIDE = {  # of the gradient of a bias; within 99 KiB but on sm_90
     "half": dict(
         score_side=((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
-        score_side_dual=((64, 32, 4, 2, 100), (32, 32, 4, 2, 100), (16, 32, 4, 2)),
+        score_side_dual=((64, 32, 4, 2, 100), (32, 64, 8, 2, 200), (16, 32, 4, 2)),
     ),
     "tf32": dict(
         score_side=((32, 32, 8, 2), (32, 32, 8, 2), (16, 16, 8, 2)),
-        score_side_dual=((32, 32, 8, 2, 200), (16, 16, 4, 2, 200), (16, 16, 8, 2, 400)),
+        score_side_dual=((32, 32, 8, 2, 600), (16, 16, 8, 2, 400)),
     ),
     "ieee": dict(
         score_side=((16, 16, 4, 2),),
