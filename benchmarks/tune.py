@@ -105,14 +105,14 @@ class Case:
             return jobs.forward(launcher, problem, x, tx)[::2]
         if self.job == "tangent":
             return jobs.tangent(launcher, problem, x, *self.y, tx)[:1]
-        none = (False,) * 3
+        none = (False,) * 4
         want, want_t = {
-            "key_side": ((False, True, True), none),
-            "query_side": ((True, False, False), none),
-            "key_side_dual": ((False, True, True),) * 2,
-            "key_v": ((False, False, True),) * 2,
-            "key_k": ((False, True, False),) * 2,
-            "query_side_dual": ((True, False, False),) * 2,
+            "key_side": ((False, True, True, False), none),
+            "query_side": ((True, False, False, False), none),
+            "key_side_dual": ((False, True, True, False),) * 2,
+            "key_v": ((False, False, True, False),) * 2,
+            "key_k": ((False, True, False, False),) * 2,
+            "query_side_dual": ((True, False, False, False),) * 2,
         }[self.job]
         original = jobs._statistics
         jobs._statistics = lambda *_: self.stats

@@ -101,11 +101,14 @@ def dot_product_attention(
         if given[name] is not None and ndim == 3 and given[name].ndim == 1:
             given[name] = given[name][None]
     rate = _rate(dropout_rate)
-    x = Operands(*given.values(), seed=_seed(dropout_key, len(given["query"])) if rate else None)
+    given["seed"] = _seed(dropout_key, len(given["query"])) if rate else None
+    x = Operands(*given.values())
     check_operands(x)
-    sinks = _as_array("sinks", sinks)
-    if sinks is not None and sinks.shape != x.query.shape[2:3]:
-        raise ValueError(f"`sinks` must have shape ({x.query.shape[2]},), one number a query head: got {sinks.shape}")
+    sink_scores = _as_array("sinks", sinks)
+    if sinks is not None and sink_scores.shape != x.query.shape[2:3]:
+        raise ValueError(
+            f"`sinks` must have shape ({x.query.shape[2]},), one number a query head: got {sink_scores.shape}"
+        )
     if causal_alignment not in ("upper_left", "lower_right"):
         raise ValueError(f"`causal_alignment` must be 'upper_left' or 'lower_right': got {causal_alignment!r}")
     problem = Problem(
@@ -127,7 +130,7 @@ def dot_product_attention(
         )
     output, log_sum_exp = attend(problem, *x)
     if sinks is not None:
-        output, log_sum_exp = _with_sinks(output, log_sum_exp, sinks)
+        output, log_sum_exp = _with_sinks(output, log_sum_exp, sink_scores)
     residual = jnp.swapaxes(log_sum_exp, 1, 2)
     if ndim == 3:
         output, residual = output[0], residual[0]

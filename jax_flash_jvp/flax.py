@@ -46,7 +46,8 @@ def attention_fn(
         bias: added to the logits; broadcasts to `[batch..., heads, query_length, key_length]`.
         mask: broadcasts likewise; what is zero or False takes no part. A query with nothing to attend to gives zero,
             where Flax's own attention gives the mean of the values.
-        broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout must be off.
+        broadcast_dropout: must be False where dropout is on: each head and batch entry drops its own.
+        dropout_rng, dropout_rate, deterministic: as in Flax; the same are dropped in every derivative.
         dtype: the dtype to compute in; None promotes query, key and value to their common one.
         precision: as in Flax; None leaves `jax.default_matmul_precision` as the caller set it.
         module: must be None: there are no attention weights to sow.
@@ -58,13 +59,13 @@ def attention_fn(
         `[batch..., query_length, heads, head_dim]`.
 
     Raises:
-        ValueError: dropout is active, `module` is given, or `precision` differs between the operands.
+        ValueError: dropout is to be the same for all heads, `module` is given, or `precision` differs between the operands.
     """
-    if dropout_rate > 0.0 and not deterministic:
+    dropout = dropout_rate > 0.0 and not deterministic
+    if dropout and broadcast_dropout:
         raise ValueError(
-            f"`dropout_rate` must be 0 when `deterministic` is False: got {dropout_rate}. The attention weights are "
-            "never formed, so they cannot be dropped: set dropout_rate=0 (and drop out the layer's output instead), or "
-            "deterministic=True"
+            f"`broadcast_dropout` must be False where `dropout_rate` is above 0: got {dropout_rate}. The kernels drop for "
+            "each head and batch entry on its own: pass broadcast_dropout=False to the layer, or deterministic=True"
         )
     if module is not None:
         raise ValueError(
@@ -94,6 +95,8 @@ def attention_fn(
             is_causal=is_causal,
             local_window_size=local_window_size,
             implementation=implementation,
+            dropout_rate=dropout_rate if dropout else 0.0,
+            dropout_key=dropout_rng,
         )
     return output.reshape(*batch_shape, query_length, heads, output.shape[-1])
 

@@ -212,7 +212,8 @@ class Interpreter(_Contiguous):
 
         def host(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
-            results = [np.full(o.shape, np.nan, jnp.dtype(o.dtype)) for o in outputs]
+            poison = {"int32": -1}
+            results = [np.full(o.shape, poison.get(o.dtype, np.nan), jnp.dtype(o.dtype)) for o in outputs]
             interpret.launch(kernel, (grid,), *[arrays[s] for s in slots], *scalars, *results, **constants)
             return tuple(results)
 

@@ -442,7 +442,7 @@ def backward_dual(
         d_ts = multiply(p, w)
         d_s = multiply(p, add(multiply(w, t_s), thinned(d, add(outer(d_o, v), outer(d_to, t_v))), d.get("t_delta")))
         d_tx, d_x = under_cap(d, d_ts), under_cap(d, d_s)  # of the products, under the cap
-        if "u" in d:
+        if problem.soft_cap is not None:
             bend = multiply(d_tx, multiply(-2 / problem.soft_cap * d["u"], tiles.tangent_products(d)))
             d_x = add(d_x, bend)
         sums = accumulate(

@@ -266,9 +266,9 @@ def bound(function, kernel):
 def test_zero_tangents_reach_the_kernel_as_none():
     a = dot_product_attention
     (_, tangents), _ = bound(lambda q, k, v: jax.jvp(lambda q: a(q, k, v), (q,), TX[:1]), "forward_dual")
-    assert [t is None for t in tangents] == [False, *[True] * 6]
+    assert [i for i, t in enumerate(tangents) if t is not None] == [0]
     (_, tangents), _ = bound(lambda q, k, v: jax.jvp(lambda k, v: a(q, k, v), (k, v), TX[1:]), "forward_dual")
-    assert [t is None for t in tangents] == [True, False, False, *[True] * 4]
+    assert [i for i, t in enumerate(tangents) if t is not None] == [1, 2]
 
 
 def test_only_wanted_gradients_are_computed():

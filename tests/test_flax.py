@@ -12,6 +12,7 @@ from flax import nnx
 
 import jax_flash_jvp.flax
 import oracle
+from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.flax import attention_fn
 
 HEADS, FEATURES, LENGTH = 2, 12, 7
@@ -170,20 +171,19 @@ def test_precision_that_differs_between_operands():
 
 
 @pytest.mark.parametrize("flavour", LAYERS)
-def test_dropout_is_refused_only_while_active(flavour):
+def test_dropout(flavour):
+    """Each head drops its own; not the same for all, which is what Flax does unless asked otherwise."""
     make_layer, _ = LAYERS[flavour]
     options = dict(keep_rngs=False) if flavour == "nnx" else {}
     parameters, apply = make_layer(attention_fn, jnp.float32, dropout_rate=0.1, deterministic=True, **options)
     x = jnp.ones((1, LENGTH, FEATURES))
     assert apply(parameters, x).shape == x.shape
-    array = jnp.ones((LENGTH, HEADS, 8))
-    with pytest.raises(ValueError, match=r"`dropout_rate` must be 0.*got 0.1.*deterministic=True"):
-        attention_fn(array, array, array, dropout_rng=jax.random.key(0), dropout_rate=0.1, deterministic=False)
-
-
-@pytest.mark.parametrize("flavour", LAYERS)
-def test_sowing_weights_is_refused(flavour):
-    make_layer, _ = LAYERS[flavour]
-    parameters, apply = make_layer(attention_fn, jnp.float32)
-    with pytest.raises(ValueError, match=r"`module` must be None: got MultiHead.*sow_weights=False"):
-        apply(parameters, jnp.ones((1, LENGTH, FEATURES)), sow_weights=True)
+    array = jax.random.normal(jax.random.key(1), (LENGTH, HEADS, 8))
+    dropout = dict(dropout_rng=jax.random.key(0), dropout_rate=0.1)
+    with pytest.raises(ValueError, match=r"`broadcast_dropout` must be False where .* above 0: got 0.1.*deterministic"):
+        attention_fn(array, array, array, **dropout)
+    dropped = attention_fn(array, array, array, broadcast_dropout=False, **dropout)
+    expected = dot_product_attention(array, array, array, dropout_rate=0.1, dropout_key=dropout["dropout_rng"])
+    np.testing.assert_array_equal(dropped, expected)
+    kept = attention_fn(array, array, array, deterministic=True, **dropout)
+    np.testing.assert_array_equal(kept, attention_fn(array, array, array))

@@ -143,7 +143,7 @@ def test_memory_is_linear_in_the_length(monkeypatch):
     monkeypatch.setattr(reference, "BLOCK", 1)  # 16 queries a block
     sizes = []
     scores = reference._scores
-    monkeypatch.setattr(reference, "_scores", lambda *a: sizes.append(scores(*a).shape) or scores(*a))
+    monkeypatch.setattr(reference, "_scores", lambda *a: sizes.append(scores(*a)[0].shape) or scores(*a))
     check(lambda: everything(sdpa, *x, **arguments), lambda: want)
     assert {s[-2:] for s in sizes} == {(16, 21), (8, 21)}
     third = lambda s: jvp(grad(lambda q: (jvp(lambda q: s(q, *x[1:]), (q,), (q,))[1] ** 2).sum()), (x[0],), (x[0],))
@@ -157,7 +157,7 @@ def test_only_wanted_gradients_are_computed():
     x = [normal(1, 2, 5, 4, seed=i).requires_grad_(i == 1) for i in range(3)]
     sdpa(*x).sum().backward()
     assert [a.grad is not None for a in x] == [False, True, False]
-    static = (False, 0.5)
+    static = (None, False, 0.5, "")
     y = torch.ops.torch_bridge.forward(*x, None, *static)
     got = torch.ops.torch_bridge.backward(*x, None, y[0], None, *y, *static, [False, True, False, False])
     assert [a.numel() for a in got] == [0, 40, 0, 0]
@@ -212,7 +212,7 @@ def test_packed_is_not_copied(monkeypatch):
     qkv, seen = normal(2, 5, 3, 2, 4), []
     run = reference.run
     monkeypatch.setattr(
-        reference, "run", lambda name, problem, x, **groups: seen.extend(x) or run(name, problem, x, **groups)
+        reference, "run", lambda name, case, x, **groups: seen.extend(x) or run(name, case, x, **groups)
     )
     flash_attn_qkvpacked_func(qkv)
     assert [a.data_ptr() for a in seen[:3]] == [qkv[:, :, i].data_ptr() for i in range(3)]
@@ -230,7 +230,13 @@ def test_kvpacked_with_grouped_heads():
 
 A, B = normal(2, 4, 5, 8), normal(2, 2, 5, 8)
 ERRORS = {
-    "dropout": (ValueError, "`dropout_p` must be 0", lambda: sdpa(A, A, A, dropout_p=0.1)),
+    "dropout": (ValueError, "`dropout_p` must be at least 0 and below 1", lambda: sdpa(A, A, A, dropout_p=1.0)),
+    "alignment": (ValueError, "or 'lower_right': got 'right'", lambda: sdpa(A, A, A, causal_alignment="right")),
+    "window": (ValueError, "`local_window_size` must not be", lambda: sdpa(A, A, A, local_window_size=(-1, 0))),
+    "window-type": (TypeError, "an integer or a pair of", lambda: sdpa(A, A, A, local_window_size=1.5)),
+    "soft-cap": (ValueError, "`logits_soft_cap` must be positive", lambda: sdpa(A, A, A, logits_soft_cap=0.0)),
+    "sinks": (ValueError, "`sinks` must have shape", lambda: sdpa(A, A, A, sinks=torch.zeros(7))),
+    "lengths": (TypeError, "`query_seq_lengths` must be int32", lambda: sdpa(A, A, A, query_seq_lengths=torch.ones(2))),
     "mask-and-causal": (ValueError, "must not be given together", lambda: sdpa(A, A, A, A[..., :5], is_causal=True)),
     "heads": (ValueError, "pass enable_gqa=True", lambda: sdpa(A, B, B)),
     "heads-gqa": (ValueError, "multiple", lambda: sdpa(A, A[:, :3], A[:, :3], enable_gqa=True)),
@@ -269,6 +275,7 @@ def test_two_dual_levels_are_refused_by_torch():
 def test_signature_is_that_of_torch():
     ours = inspect.signature(sdpa).parameters.values()
     theirs = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
+    ours = list(ours)[: len(theirs)]
     assert [p.name for p in ours] == [p.name for p in theirs]
     assert [p.kind == p.KEYWORD_ONLY for p in ours] == [p.kwarg_only for p in theirs]
     assert [p.default for p in ours][3:] == [p.default_value for p in theirs][3:]
@@ -342,8 +349,15 @@ class NumpyLauncher:
     def round_to_tf32(self, array):
         return array
 
+    def summed(self, array, by_column, like):
+        from torch_bridge.launch import TorchLauncher
+
+        return TorchLauncher.summed(self, array, by_column, like)
+
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        results = [torch.empty(o.shape, dtype=getattr(torch, o.dtype)).fill_(torch.nan) for o in outputs]
+        results = [
+            torch.full(o.shape, -1 if o.dtype == "int32" else torch.nan, dtype=getattr(torch, o.dtype)) for o in outputs
+        ]
         arrays = [memory(a if a is not None else results[0]) for a in inputs]
         interpret.launch(kernel, (grid,), *arrays, *scalars, *map(memory, results), **constants)
         return results
@@ -377,8 +391,8 @@ def test_kernels_read_torch_layouts(layout):
     heads = 2, 1, 1
     x = *(make(n, h, i) for i, (n, h) in enumerate(zip((19, 17, 17), heads, strict=True))), None
     tx = other(19, 2, 5), None, make(17, 1, 6), None
-    problem = Problem(0.3, is_causal=True)
-    o, lse, t_o, mu = reference.run("forward_dual", problem, x, tx)
+    case = reference.Case(Problem(0.3, is_causal=True))
+    o, lse, t_o, mu = reference.run("forward_dual", case, x, tx)
     cy, cty = (LAYOUTS["BHLD"](19, 2, 7), None), (LAYOUTS["packed"](19, 2, 8), mu.sin())
     y, ty = (o, lse), (t_o, mu)
     calls = dict(
@@ -389,8 +403,8 @@ def test_kernels_read_torch_layouts(layout):
         backward_dual=dict(tx=tx, cy=cy, cty=cty, y=y, ty=ty, want=[True, True, True, False, True, False, True, False]),
     )
     for name, groups in calls.items():
-        got = launch.run(NumpyLauncher(), name, problem, x, **groups)
-        want = reference.run(name, problem, x, **groups)
+        got = launch.run(NumpyLauncher(), name, case, x, **groups)
+        want = reference.run(name, case, x, **groups)
         assert len(got) == dict(forward=2, forward_dual=4, tangent=2, backward=4, backward_dual=8)[name]
         for a, b in zip(got, want, strict=False):
             assert (a is None) == (b is None)
@@ -403,9 +417,9 @@ def test_kernels_in_bfloat16():
     launch = pytest.importorskip("torch_bridge.launch")
     x = *(LAYOUTS["packed"](17, 2, i).bfloat16() for i in range(3)), None
     tx = *(LAYOUTS["packed"](17, 2, 5 + i).bfloat16() for i in range(3)), None
-    problem = Problem(0.3)
-    got = launch.run(NumpyLauncher(), "forward_dual", problem, x, tx=tx)
-    for a, b in zip(got, reference.run("forward_dual", problem, x, tx), strict=True):
+    case = reference.Case(Problem(0.3))
+    got = launch.run(NumpyLauncher(), "forward_dual", case, x, tx=tx)
+    for a, b in zip(got, reference.run("forward_dual", case, x, tx), strict=True):
         np.testing.assert_allclose(a.float(), b.float(), rtol=0.02, atol=0.02)
 
 
@@ -430,7 +444,7 @@ class PlannedLauncher(NumpyLauncher):
 
 def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():
     launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
-    groups, problem = operators.OPERATORS["backward_dual"][0], Problem(0.3, is_causal=True)
+    groups, case = operators.OPERATORS["backward_dual"][0], reference.Case(Problem(0.3, is_causal=True))
     want = [True, True, True, False, True, False, True, False]
 
     def arguments(seed):
@@ -438,14 +452,14 @@ def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():
             normal(1, n, 2, 8, seed=seed + i, dtype=torch.float32).transpose(1, 2)
             for i, n in enumerate((19, 17, 17, 19, 17, 19, 19))
         )
-        y = reference.run("forward_dual", problem, (q, k, v, None), (t_q, None, t_v, None))
+        y = reference.run("forward_dual", case, (q, k, v, None), (t_q, None, t_v, None))
         y = [a if i % 2 else a.mT.contiguous().mT for i, a in enumerate(y)]
-        return [q, k, v, None, t_q, None, t_v, None, d_o, None, d_to, None, *y, True, 0.3, want]
+        return [q, k, v, None, t_q, None, t_v, None, d_o, None, d_to, None, *y, None, True, 0.3, "", want]
 
     def computed(args):
         *tensors, _ = operators.split("backward_dual", args)
         launcher = PlannedLauncher()
-        results = launch.run(launcher, "backward_dual", problem, **dict(zip(groups, tensors, strict=True)), want=want)
+        results = launch.run(launcher, "backward_dual", case, **dict(zip(groups, tensors, strict=True)), want=want)
         return results, launcher.launched
 
     first, second = arguments(0), arguments(100)
@@ -483,5 +497,5 @@ def test_no_plan_of_a_call_that_copied():
     launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
     x = [dense(1, 2, 8, 17, seed=i).mT for i in range(3)]
     launcher = PlannedLauncher()
-    results = launch.run(launcher, "forward", Problem(0.3), (*x, None))
-    assert plans.made([*x, None, False, 0.3], launcher.launched, results) is None
+    results = launch.run(launcher, "forward", reference.Case(Problem(0.3)), (*x, None))
+    assert plans.made([*x, None, None, False, 0.3, ""], launcher.launched, results) is None

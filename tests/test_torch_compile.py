@@ -137,7 +137,7 @@ def test_dynamic_shapes(backend):
 
 def test_errors_reach_the_user():
     with pytest.raises(Exception, match="dropout_p"):
-        compiled(lambda: sdpa(q, k, v, dropout_p=0.5), "aot_eager", fullgraph=False)()
+        compiled(lambda: sdpa(q, k, v, dropout_p=1.5), "aot_eager", fullgraph=False)()
     with pytest.raises(Exception, match="enable_gqa"):
         compiled(lambda: sdpa(q, k[:, :2], v[:, :2]), "aot_eager", fullgraph=False)()
 

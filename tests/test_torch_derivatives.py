@@ -342,7 +342,7 @@ def test_gradgradcheck(f, x):
 
 def operands():
     inputs, tangents = (*SMALL, None), (SMALL[0].detach().sin(), None, SMALL[2].detach().cos(), None)
-    static = (False, 0.5)
+    static = (None, False, 0.5, "")
     o, lse, t_o, mu = (a.detach() for a in ops.forward_dual(*inputs, *tangents, *static))
     mask = numbers(1, 2, 1, 4)
     return {

@@ -19,21 +19,60 @@ torch.set_num_threads(1)
 LETTERS = dict(forward="F", forward_dual="D", tangent="T", backward="B", backward_dual="S")
 
 
-def naive(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+def naive(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    *,
+    scale=None,
+    enable_gqa=False,
+    causal_alignment="upper_left",
+    local_window_size=(None, None),
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    logits_soft_cap=None,
+    sinks=None,
+    kept=None,  # what dropout multiplies the probabilities by
+):
     """Attention as it is written down, which PyTorch differentiates."""
     if enable_gqa:
         key, value = (a.repeat_interleave(query.shape[-3] // a.shape[-3], -3) for a in (key, value))
     s = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    hidden = torch.zeros(s.shape[-2:], dtype=torch.bool, device=s.device)
+    if logits_soft_cap is not None:
+        s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
+    i, j = (torch.arange(n, device=s.device) for n in s.shape[-2:])
+    i = i[:, None]
+    hidden = torch.zeros(s.shape, dtype=torch.bool, device=s.device)
+    if query_seq_lengths is not None:
+        hidden = hidden | (i >= query_seq_lengths[:, None, None, None])
+    if key_value_seq_lengths is not None:
+        hidden = hidden | (j >= key_value_seq_lengths[:, None, None, None])
+    if query_segment_ids is not None:
+        hidden = hidden | (query_segment_ids[:, None, :, None] != key_value_segment_ids[:, None, None])
+    if causal_alignment == "lower_right":
+        i = i + s.shape[-1] - s.shape[-2]
+    left, right = local_window_size
     if is_causal:
-        hidden = ~(~hidden).tril()
+        right = 0
+    if left is not None:
+        hidden = hidden | (j < i - left)
+    if right is not None:
+        hidden = hidden | (j > i + right)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = hidden | ~attn_mask
     elif attn_mask is not None:
         s = s + attn_mask
     s = s.masked_fill(hidden, -torch.inf)
-    nowhere = hidden.all(-1, keepdim=True)
-    return torch.softmax(s.masked_fill(nowhere, 0), -1).masked_fill(nowhere, 0) @ value
+    if sinks is not None:  # one more key, whose value is zero
+        s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], -1)
+    nowhere = (s == -torch.inf).all(-1, keepdim=True)
+    p = torch.softmax(s.masked_fill(nowhere, 0), -1).masked_fill(nowhere, 0)[..., : key.shape[-2]]
+    return (p if kept is None else p * kept) @ value
 
 
 def leaves(tree):

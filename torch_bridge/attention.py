@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from jax_flash_jvp.problem import Operands, check_operands
 from torch_bridge import rules  # noqa: F401  (gives the operators their derivatives)
-from torch_bridge.operators import ops
+from torch_bridge.operators import SELECTED, ops
 
 
 def scaled_dot_product_attention(
@@ -24,26 +25,45 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    causal_alignment: str = "upper_left",
+    local_window_size: tuple[int | None, int | None] | int | None = None,
+    query_seq_lengths: Tensor | None = None,
+    key_value_seq_lengths: Tensor | None = None,
+    query_segment_ids: Tensor | None = None,
+    key_value_segment_ids: Tensor | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
 
     .. math::  O = \mathrm{softmax}(\sigma Q K^T + M) V
 
-    Takes the place of :func:`torch.nn.functional.scaled_dot_product_attention`.  In shapes, N… are any number of batch
-    axes, Hq the number of query heads and H of key heads, L the number of queries and S of keys, E and Ev the channels
-    of a head, at most 256.
+    Takes the place of :func:`torch.nn.functional.scaled_dot_product_attention`, whose arguments end with `enable_gqa`; the
+    others are what other attention libraries offer, as in :func:`jax_flash_jvp.dot_product_attention`.  In shapes, N… are
+    any number of batch axes, Hq the number of query heads and H of key heads, L the number of queries and S of keys, E and
+    Ev the channels of a head, at most 256.
 
     Args:
       query: [N…, Hq, L, E]; float16, bfloat16, float32 or float64, of any strides.
       key: [N…, H, S, E], in the dtype of `query`.
       value: [N…, H, S, Ev], likewise.  Leading axes broadcast.
       attn_mask: broadcasts to [N…, Hq, L, S].  Boolean: True where a query attends to a key.  Floating point: added to
-        the scores, and differentiable.
-      dropout_p: must be 0.
+        the scores, and differentiable.  Or a :class:`torch.nn.attention.bias.CausalBias`.
+      dropout_p: the share of probabilities that are dropped, in [0, 1), by PyTorch's default generator; the others are
+        divided by 1 - dropout_p.  Every derivative drops the same.
       is_causal: query i attends to keys 0 … i.  Not together with `attn_mask`.
       scale: σ, a number; 1 / sqrt(E) by default.
       enable_gqa: let Hq be a multiple of H; consecutive groups of Hq // H query heads share a key head
         (arXiv:2305.13245).
+      causal_alignment: "upper_left", or "lower_right": then `is_causal` and `local_window_size` count queries from the end,
+        i + S - L in place of i.
+      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right; None for one
+        of the two does not limit it.
+      query_seq_lengths, key_value_seq_lengths: int32 [B], B the product of N…; what lies beyond is padding: such queries
+        give zeros, such keys are hidden.
+      query_segment_ids, key_value_segment_ids: int32 [B, L] and [B, S]; a query attends to keys of its own segment.
+      logits_soft_cap: c; scores become c tanh(σ q·k / c), before `attn_mask` (arXiv:2408.00118, section 2).
+      sinks: [Hq]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
 
     Returns:
       [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev].  Scores and sums are accumulated
@@ -51,7 +71,7 @@ def scaled_dot_product_attention(
       some of PyTorch's kernels give NaN.
 
     Raises:
-      ValueError: shapes or devices that do not fit, `dropout_p` above 0, `attn_mask` together with `is_causal`.
+      ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`.
       TypeError: dtypes that are not supported or differ, a `scale` that is a tensor.
       RuntimeError: a derivative that torch.compile or forward_ad would get wrong; the text says what to do instead.
 
@@ -61,11 +81,17 @@ def scaled_dot_product_attention(
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
-    if dropout_p > 0.0:
-        raise ValueError(f"`dropout_p` must be 0: got {dropout_p}; apply dropout to the output of attention instead")
     if is_causal and attn_mask is not None:
         raise ValueError("`attn_mask` and `is_causal` must not be given together: mask the future in `attn_mask`")
-    return _attend(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if isinstance(attn_mask, CausalBias):
+        is_causal, lower_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
+        causal_alignment, attn_mask = "lower_right" if lower_right else "upper_left", None
+    selection, options = (query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids), ()
+    if dropout_p or causal_alignment != "upper_left" or local_window_size is not None or logits_soft_cap is not None:
+        options = _options(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
+    if any(a is not None for a in (*selection, sinks)):
+        _check_devices(query, zip((*SELECTABLE, "sinks"), (*selection, sinks), strict=True))
+    return _attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks)
 
 
 def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
@@ -103,13 +129,52 @@ def patch() -> Iterator[None]:
             namespace[name] = original
 
 
-def _attend(query, key, value, mask, is_causal: bool, scale, enable_gqa: bool) -> Tensor:
+def _options(dropout, alignment, window, soft_cap) -> tuple[str, ...]:
+    """The words of `operators.case_of`."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"`dropout_p` must be at least 0 and below 1: got {dropout}")
+    if alignment not in ("upper_left", "lower_right"):
+        raise ValueError(f"`causal_alignment` must be 'upper_left' or 'lower_right': got {alignment!r}")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"`logits_soft_cap` must be positive: got {soft_cap}; leave it None for no cap")
+    pair = window if isinstance(window, tuple | list) else (window, window)
+    if len(pair) != 2 or not all(n is None or (isinstance(n, int) and not isinstance(n, bool)) for n in pair):
+        raise TypeError(f"`local_window_size` must be an integer or a pair of integers or None: got {window!r}")
+    if any(n is not None and n < 0 for n in pair):
+        raise ValueError(f"`local_window_size` must not be negative: got {window!r}")
+    words = [f"{side}={n}" for side, n in zip(("left", "right"), pair, strict=True) if n is not None]
+    words += ["lower_right"] if alignment == "lower_right" else []
+    words += [f"soft_cap={float(soft_cap)!r}"] if soft_cap is not None else []
+    return (*words, f"dropout={float(dropout)!r}") if dropout else tuple(words)
+
+
+def _select(selection, options, q: Tensor, k: Tensor) -> tuple[Tensor | None, str]:
+    """The selection and the options of an operator."""
+    dropout = any(word.startswith("dropout=") for word in options)
+    if not dropout and all(a is None for a in selection):
+        return None, " ".join(options)
+    batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
+    new = lambda *shape: q.new_zeros((batch, *shape), dtype=torch.int32)
+    parts = [new() if a is None else a for a in selection[:2]]
+    seed = torch.randint(-(2**31), 2**31 - 1, (batch, 2), device=q.device, dtype=torch.int32) if dropout else new(2)
+    segments = [new(n) if a is None else a for n, a in zip((queries, keys), selection[2:], strict=True)]
+    names = [name for name, a in zip(SELECTED, selection, strict=False) if a is not None]
+    return torch.cat([torch.stack(parts, 1), seed, *segments], 1), " ".join((*options, *names, *["seed"] * dropout))
+
+
+def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+    """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it."""
+    seen = log_sum_exp > -torch.inf
+    log_sum_exp = log_sum_exp.masked_fill(~seen, 0)
+    share = torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype)[:, None]) * seen
+    return (o * share[..., None]).to(o.dtype)
+
+
+def _attend(
+    query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(None,) * 4, sinks=None
+) -> Tensor:
     x = query, key, value
-    for name, a in zip(("query", "key", "value", "attn_mask"), (*x, mask), strict=True):
-        if a is not None and a.device != query.device:
-            raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
-        if a is not None and a.is_nested:
-            raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
+    _check_devices(query, zip(("query", "key", "value", "attn_mask"), (*x, mask), strict=True))
     if isinstance(scale, Tensor):
         raise TypeError("`scale` must be a number: got a tensor; multiply `query` by it instead")
     kind = query.device.type
@@ -124,9 +189,28 @@ def _attend(query, key, value, mask, is_causal: bool, scale, enable_gqa: bool) -
         mask = _four_dimensional(mask, (*rows, x[1].shape[-2]))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
     _check(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
+    if any(a is not None for a in selection):
+        described = (_Described(a.shape[::2] + a.shape[1::2], a.dtype) for a in (q, k, v))
+        check_operands(Operands(*described, None, None, *selection))
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    o, _ = ops.forward(q, k, v, mask, bool(is_causal), scale, torch.compiler.is_compiling())
+    static = *_select(selection, options, q, k), torch.compiler.is_compiling()
+    o, log_sum_exp = ops.forward(q, k, v, mask, static[0], bool(is_causal), scale, *static[1:])
+    if sinks is not None:
+        o = _with_sinks(o, log_sum_exp, sinks)
     return o if whole else o.reshape(*rows, v.shape[-1])
+
+
+def _check_devices(query: Tensor, named) -> None:
+    for name, a in named:
+        if a is not None and a.device != query.device:
+            raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
+        if a is not None and a.is_nested:
+            raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
+
+
+SELECTABLE = ("query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids")
 
 
 class _Described(NamedTuple):

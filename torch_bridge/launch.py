@@ -9,8 +9,10 @@ import torch
 
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Output, Rows, pointers
-from jax_flash_jvp.problem import Operands, Problem, unserved
+from jax_flash_jvp.problem import Operands, unserved
 from torch_bridge import plans
+from torch_bridge.operators import SELECTED
+from torch_bridge.reference import Case
 
 
 class TorchLauncher:
@@ -31,6 +33,10 @@ class TorchLauncher:
     def round_to_tf32(self, array: torch.Tensor) -> torch.Tensor:
         scaled = array * (2**13 + 1)  # Veltkamp's splitting
         return scaled - (scaled - array)
+
+    def summed(self, array: torch.Tensor, by_column: bool, like: torch.Tensor) -> torch.Tensor:
+        array = array[:, :, None, :] if by_column else array[..., None]
+        return array.sum_to_size(like.shape).to(like.dtype)
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None) -> Any:
         results = [self.empty(o) for o in outputs]
@@ -66,10 +72,10 @@ def planned(name: str, args) -> tuple[torch.Tensor, ...] | None:
         return plans.follow(plan, args)
 
 
-def computed(name: str, args, groups, problem: Problem) -> tuple[torch.Tensor, ...]:
+def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor, ...]:
     launcher = TorchLauncher(args[0].device)
     with _on(launcher.device):
-        results = run(launcher, name, problem, **groups)
+        results = run(launcher, name, case, **groups)
         plans.keep(plans.look(name, args), plans.made(args, launcher.launched, results))
     return tuple(args[0].new_empty(0) if a is None else a for a in results)
 
@@ -88,15 +94,23 @@ def _layout(block, dtype: torch.dtype) -> Any:
     return shared_layout(block, str(dtype).removeprefix("torch."))
 
 
-def served(x, problem: Problem) -> bool:
+def served(x, case: Case) -> bool:
     """Whether the kernels serve this call."""
-    return bool(x[0].numel() and x[1].numel()) and unserved(_operands(x, x), problem) is None
+    return bool(x[0].numel() and x[1].numel()) and unserved(Operands(*x[:3]), case.problem) is None
 
 
-def run(launcher, name, problem, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
+def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
     """The results of an operator; None for a gradient that is not wanted."""
+    problem = case.problem
     pairs = [_alike(a, t) for a, t in zip(x[:3], tx[:3], strict=True)]
-    x, t_x = _operands(x, [*(a for a, _ in pairs), x[3]]), _operands(x, [*(t for _, t in pairs), tx[3]])
+    mask, t_mask = (x[3], tx[3]) if any(want[3::4]) else _unexpanded(x[3], tx[3])
+    t_x = Operands(*(t for _, t in pairs), t_mask)
+    boolean = mask is not None and mask.dtype == torch.bool
+    x = Operands(*(a for a, _ in pairs), **{"mask" if boolean else "bias": None if mask is None else mask.contiguous()})
+    selected = {
+        name: a.contiguous() for name, a in case.selection._asdict().items() if name in SELECTED and a is not None
+    }
+    x = x._replace(**selected)
     y, ty, cy, cty = (a and (_by_length(a[0]), a[1] if a[1] is None else a[1].contiguous()) for a in (y, ty, cy, cty))
     through_descriptors = (*x[:3], *t_x[:3], cy[0], cty[0])
     if any(a is not None and (a.data_ptr() % 16 or 0 in a.stride()) for a in through_descriptors):
@@ -115,10 +129,13 @@ def run(launcher, name, problem, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) 
     return [a if a is None or i % 4 == 3 else a.transpose(1, 2) for i, a in enumerate(gradients)]
 
 
-def _operands(x, values) -> Operands:
-    """`values` like x, the last of which is a bias or a mask."""
-    boolean = x[3] is not None and x[3].dtype == torch.bool
-    return Operands(*values[:3], mask=values[3]) if boolean else Operands(*values)
+def _unexpanded(mask, t_mask):
+    """Without the axes along which both only repeat themselves."""
+    if mask is None:
+        return None, None
+    same = [mask.stride(i) == 0 and (t_mask is None or t_mask.stride(i) == 0) for i in range(4)]
+    mask, t_mask = (a if a is None else a[tuple(slice(1 if s else None) for s in same)] for a in (mask, t_mask))
+    return mask, None if t_mask is None else t_mask.contiguous()
 
 
 def _by_length(a):

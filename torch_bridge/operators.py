@@ -10,6 +10,7 @@ A gradient that is not wanted is an empty tensor: a fixed number of tensors is w
 """
 
 import collections
+import functools
 import math
 from functools import partial
 from itertools import islice
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from jax_flash_jvp.problem import Problem
+from jax_flash_jvp.problem import Operands, Problem
 from torch_bridge import reference
+from torch_bridge.reference import Case
 
 GROUPS = {
     "x": "Tensor q, Tensor k, Tensor v, Tensor? mask",
@@ -30,7 +32,8 @@ GROUPS = {
     "y": "Tensor o, Tensor lse",
     "ty": "Tensor t_o, Tensor mu",
 }
-STATIC, WANT = "bool is_causal, float scale", "bool is_causal, float scale, bool[] want"
+STATIC = "Tensor? selection, bool is_causal, float scale, str options"  # of `problem_of` and `selected`
+WANT = STATIC + ", bool[] want"
 OPERATORS = {  # tensors, what follows them, number of results, matrix products if nothing is absent
     "forward": (["x"], STATIC + ", bool compiled=False", 2, 2),
     "forward_dual": (["x", "tx"], STATIC, 4, 6),
@@ -40,6 +43,7 @@ OPERATORS = {  # tensors, what follows them, number of results, matrix products 
 }
 library = torch.library.Library("torch_bridge", "DEF")
 ops = torch.ops.torch_bridge
+SELECTED = ("query_lengths", "key_lengths", "query_segments", "key_segments", "seed")
 launches: collections.Counter[str] = collections.Counter()  # by operator, in this process: what tests count
 
 LOST = (
@@ -55,9 +59,38 @@ def split(name: str, args):
     return *(tuple(islice(args, 4 if group.endswith("x") else 2)) for group in OPERATORS[name][0]), tuple(args)
 
 
-def problem_of(q: Tensor, is_causal: bool, scale: float) -> Problem:
+@functools.lru_cache(maxsize=1024)
+def _problem(is_causal: bool, scale: float, options: str, exact: bool) -> tuple[Problem, frozenset[str]]:
+    """What the options say, and the names of what stands in a selection."""
+    words = dict(word.partition("=")[::2] for word in options.split())
+    window = tuple(int(words[side]) if side in words else None for side in ("left", "right"))
+    problem = Problem(
+        scale,
+        is_causal,
+        window=None if window == (None, None) else window,
+        lower_right="lower_right" in words,
+        soft_cap=float(words["soft_cap"]) if "soft_cap" in words else None,
+        dropout_rate=float(words.get("dropout", 0)),
+        precision="ieee" if exact else "tf32",
+    )
+    return problem, frozenset(words)
+
+
+def case_of(q: Tensor, k: Tensor, selection: Tensor | None, is_causal: bool, scale: float, options: str) -> Case:
+    """A selection is int32 [B, 4 + T + S]: the lengths of queries and keys, a seed of two numbers, and the segments of queries
+    and keys, of which `options` names those that count."""
     exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    return Problem(scale, is_causal, precision="ieee" if exact else "tf32")
+    problem, names = _problem(is_causal, scale, options, exact)
+    x = Operands(q, k, None)
+    if selection is not None:
+        parts = (
+            selection[:, 0],
+            selection[:, 1],
+            *selection[:, 4:].split([q.shape[2], k.shape[2]], 1),
+            selection[:, 2:4],
+        )
+        x = x._replace(**{name: part for name, part in zip(SELECTED, parts, strict=True) if name in names})
+    return Case(problem, x)
 
 
 def _by_length(like: Tensor, shape) -> Tensor:
@@ -87,13 +120,13 @@ def _compute(name: str, *args) -> tuple[Tensor, ...]:
         results = launch.planned(name, args)
         if results is not None:
             return results
-    *tensors, (is_causal, scale, *_) = split(name, args)
-    problem = problem_of(args[0], is_causal, scale)
+    *tensors, static = split(name, args)
+    case = case_of(*args[:2], *static[:4])
     groups = dict(zip(OPERATORS[name][0], tensors, strict=True), want=args[-1] if name.startswith("backward") else ())
-    if device.type == "cuda" and launch.served(groups["x"], problem):
-        return launch.computed(name, args, groups, problem)
+    if device.type == "cuda" and launch.served(groups["x"], case):
+        return launch.computed(name, args, groups, case)
     with torch.autocast(device.type, enabled=False):
-        values = reference.run(name, problem, **groups)
+        values = reference.run(name, case, **groups)
     results = _allocate(name, *args)
     for result, value in zip(results, values, strict=False):
         result.zero_() if value is None else result.copy_(value)
@@ -123,7 +156,7 @@ def _fold(name: str, info, in_dims, *args):
 def _fold_forward_dual(info, in_dims, *args):
     if any(d is not None for d in in_dims[:4]):
         return _fold("forward_dual", info, in_dims, *args)
-    results = _tangent_apart(partial(_fold, "tangent", info, (*in_dims[:8], None, None, None, None)), *args)
+    results = _tangent_apart(partial(_fold, "tangent", info, (*in_dims[:8], None, None, *in_dims[8:])), *args)
     return (*results[:2], *results[2]), (None, None, *results[3])
 
 

@@ -70,7 +70,8 @@ def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:
 
 def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tensor | None]) -> Plan | None:
     """Of one call: its `launched` = (compiled kernel, grid, arguments, their tensors, outputs).  None where some tensor is
-    neither an argument of the call nor an output of an earlier launch."""
+    neither an argument of the call nor an output of an earlier launch, or
+    a result no output."""
     places: dict[int, int] = {}
     for i, a in enumerate(args):
         if isinstance(a, Tensor):
@@ -97,4 +98,6 @@ def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tenso
                 ],
             )
         )
+    if any(a is not None and a.data_ptr() not in places for a in results):
+        return None
     return Plan(launches, [None if a is None else places[a.data_ptr()] for a in results])

@@ -5,39 +5,49 @@ Everywhere in this package, None being an absent mask, or a tangent or cotangent
     x = (q, k, v, mask)    y = (o, ℓ)    tx, ty = (ȯ, μ) are their tangents, cy, cty the cotangents of y and ty
     q, o [B, N, T, D]    k, v [B, K, S, D]    ℓ, μ [B, N, T]    mask [1|B, 1|N, 1|T, 1|S], boolean or added to scores
 
-The formulas stand in `jax_flash_jvp/reference.py`.  All is computed in float32, or float64 for float64, and every
-result from x, tx, cy and cty alone, so that PyTorch can differentiate it.
+A `Case` has what else a call depends on, and is not differentiated.  The formulas stand in `jax_flash_jvp/reference.py`.
+All is computed in float32, or float64 for float64, and every result from x, tx, cy and cty alone, so that PyTorch can
+differentiate it.
 """
 
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from jax_flash_jvp.problem import Operands, Problem
 
 BLOCK = 2**22  # scores in a block, at most, unless that were fewer than 16 queries
 
 
-def run(name, problem, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
+class Case(NamedTuple):
+    problem: Problem
+    selection: Operands = Operands(None, None, None)  # lengths, segments and the seed
+
+
+def run(name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
     """The results of an operator, or more than these."""
     if name.startswith("backward"):
-        return backward_dual(x, tx, cy, cty, problem, [*want, *[False] * (8 - len(want))])
-    return forward_dual(x, tx, problem)[2 if name == "tangent" else 0 :]
+        return backward_dual(x, tx, cy, cty, case, [*want, *[False] * (8 - len(want))])
+    return forward_dual(x, tx, case)[2 if name == "tangent" else 0 :]
 
 
-def forward_dual(x, tx, problem):
+def forward_dual(x, tx, case):
     """(o, ℓ, ȯ, μ)"""
-    return _sweep(_forward_dual, problem, (*x, *tx), (True,) * 4, (x[0], None) * 2)
+    return _sweep(_forward_dual, case, (*x, *tx), (True,) * 4, (x[0], None) * 2)
 
 
-def backward_dual(x, tx, cy, cty, problem, want):
+def backward_dual(x, tx, cy, cty, case, want):
     """The wanted gradients of x, then of tx; the others None."""
     inputs = (*x, *tx, *cy, *cty)
-    return _sweep(partial(_backward_dual, want), problem, inputs, _has_rows(inputs)[:8], (*x, *x))
+    return _sweep(partial(_backward_dual, want), case, inputs, _has_rows(inputs)[:8], (*x, *x))
 
 
-def backward_dual_vjp(inputs, cotangents, problem, want, moving):
+def backward_dual_vjp(inputs, cotangents, case, want, moving):
     """The gradients of the moving `inputs` of `backward_dual`."""
     f = partial(_vjp, partial(_backward_dual, want), moving)
-    return _sweep(f, problem, (*inputs, *cotangents), _has_rows(inputs), inputs)
+    return _sweep(f, case, (*inputs, *cotangents), _has_rows(inputs), inputs)
 
 
 # ------------------------------------------------------------------------------------------------ blocks of queries
@@ -49,9 +59,9 @@ def _has_rows(inputs):
     return (*x, *x, True, True, True, True, *x, *x)[: max(8, len(inputs))]
 
 
-def _sweep(f, problem, inputs, has_rows, likes):
-    """Apply f(problem, first query, *inputs) to one block of queries after the other.  Results that have a row for each
-    query are put together, the others summed; then they get the dtypes of `likes`."""
+def _sweep(f, case, inputs, has_rows, likes):
+    """Apply f(case, (first query, queries in all), *inputs) to one block of queries after the other.  Results that have a
+    row for each query are put together, the others summed; then they get the dtypes of `likes`."""
     q, k = inputs[:2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     wide = [a if a is None or a.dtype == torch.bool else a.to(dtype) for a in inputs]
@@ -60,29 +70,71 @@ def _sweep(f, problem, inputs, has_rows, likes):
     for first in range(0, max(1, q.shape[2]), size):
         cut = zip(wide, _has_rows(inputs), strict=True)
         block = [a[:, :, first : first + size] if r and a is not None else a for a, r in cut]
-        for result, value, r in zip(results, f(problem, first, *block), has_rows, strict=True):
+        for result, value, r in zip(results, f(case, (first, q.shape[2]), *block), has_rows, strict=True):
             result[:] = [*result, value] if r or not result or value is None else [result[0] + value]
     joined = [None if r[0] is None else torch.cat(r, 2) if len(r) > 1 else r[0] for r in results]
     return [a if a is None or like is None else a.to(like.dtype) for a, like in zip(joined, likes, strict=True)]
 
 
-def _scores(problem, first, q, k, mask):
+def _scores(case, at, q, k, mask):
+    """S, and tanh of what is capped."""
+    problem, x, u = case.problem, case.selection, None
     s = problem.scale * _outer(q, k)
+    if problem.soft_cap is not None:
+        u = torch.tanh(s / problem.soft_cap)
+        s = problem.soft_cap * u
     if mask is not None:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
-    if problem.is_causal:
-        i, j = (torch.arange(n, device=s.device) for n in s.shape[-2:])
-        s = s.masked_fill(first + i[:, None] < j, -torch.inf)
-    return s
+    i, j = (torch.arange(n, device=s.device) for n in s.shape[-2:])
+    (first, queries), i = at, i[:, None]
+    i = first + i
+    left, right = problem.reach(queries, k.shape[2])
+    hidden = [j < i - left] if left is not None else []
+    hidden += [j > i + right] if right is not None else []
+    for position, lengths in ((i, x.query_lengths), (j, x.key_lengths)):
+        hidden += [position >= lengths[:, None, None, None]] if lengths is not None else []
+    if x.query_segments is not None:
+        of_rows = x.query_segments[:, None, first : first + s.shape[2], None]
+        hidden += [of_rows != x.key_segments[:, None, None, :]]
+    for h in hidden:
+        s = s.masked_fill(h, -torch.inf)
+    return s, u
 
 
-def _forward_dual(problem, first, *inputs):
-    return _probabilities(problem, first, *inputs)[2:]
+def _kept(case, at, q, k):
+    """1 / (1 - rate) where dropout keeps a probability, else 0, as in the kernels; None: it keeps all."""
+    if case.selection.seed is None:
+        return None
+    seed, other = (n.long()[:, None, None, None] & _WORD for n in case.selection.seed.unbind(1))
+    heads, i, j = (torch.arange(n, device=q.device) for n in (*q.shape[1:3], k.shape[2]))
+    heads, i = heads[:, None, None], (at[0] + i)[:, None]
+    key = _mixed(i ^ _mixed(seed ^ _mixed(heads)))
+    bits = _mixed(_mixed(j ^ key) + (key ^ _mixed(other + heads))) >> 1
+    rate = np.float32(case.problem.dropout_rate)
+    return (bits >= int(np.float32(2**31) * rate)).to(q.dtype) / float(1 - rate)
 
 
-def _probabilities(problem, first, q, k, v, mask, t_q, t_k, t_v, t_mask):
-    """P, Ṡ - μ, o, ℓ, ȯ, μ.  In a row that sees no key, P is zero and ℓ = -∞."""
-    s = _scores(problem, first, q, k, mask)
+_WORD = 2**32 - 1
+
+
+def _mixed(x):
+    """A permutation of 32-bit integers that scatters neighbours."""
+    x = x & _WORD
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
+    x = ((x ^ (x >> 15)) * 0xD35A2D97) & _WORD
+    return x ^ (x >> 15)
+
+
+def _forward_dual(case, at, *inputs):
+    _, _, o, lse, t_o, mu = _probabilities(case, at, *inputs)[:6]
+    return o, lse, t_o, mu
+
+
+def _probabilities(case, at, q, k, v, mask, t_q, t_k, t_v, t_mask):
+    """P, Ṡ - μ, o, ℓ, ȯ, μ, and, of the tile: what dropout keeps, the tanh and the tangent of what is capped.  In a row that
+    sees no key, P is zero and ℓ = -∞."""
+    s, u = _scores(case, at, q, k, mask)
+    kept = _kept(case, at, q, k)
     maximum = s.detach().amax(-1, True) if s.shape[-1] else s.new_zeros((*s.shape[:-1], 1))
     maximum = maximum.masked_fill(maximum == -torch.inf, 0)  # a constant to differentiation: no result depends on it
     p = (s - maximum).exp()
@@ -90,41 +142,48 @@ def _probabilities(problem, first, q, k, v, mask, t_q, t_k, t_v, t_mask):
     hidden = total == 0
     total = total.masked_fill(hidden, 1)
     p, lse = p / total, (maximum + total.log()).masked_fill(hidden, -torch.inf).squeeze(-1)
-    o = _onto_rows(p, v)
-    t_s = _add(_times(problem.scale, _add(_outer(t_q, k), _outer(q, t_k))), t_mask)
+    o = _onto_rows(_thinned(p, kept), v)
+    t_x = _times(case.problem.scale, _add(_outer(t_q, k), _outer(q, t_k)))
+    t_s = _add(_under_cap(t_x, u), t_mask)
     mu = torch.zeros_like(o[..., :1]) if t_s is None else (p * t_s).sum(-1, keepdim=True)
     w = None if t_s is None else t_s - mu
-    t_o = _add(_onto_rows(_times(p, w), v), _onto_rows(p, t_v))
-    return p, w, o, lse, torch.zeros_like(o) if t_o is None else t_o, mu.squeeze(-1)
+    t_o = _add(_onto_rows(_thinned(_times(p, w), kept), v), _onto_rows(_thinned(p, kept), t_v))
+    return p, w, o, lse, torch.zeros_like(o) if t_o is None else t_o, mu.squeeze(-1), kept, u, t_x
 
 
-def _backward_dual(want, problem, first, q, k, v, mask, t_q, t_k, t_v, t_mask, d_o, d_lse, d_to, d_mu):
-    p, w, o, _, t_o, _ = _probabilities(problem, first, q, k, v, mask, t_q, t_k, t_v, t_mask)
+def _backward_dual(want, case, at, q, k, v, mask, t_q, t_k, t_v, t_mask, d_o, d_lse, d_to, d_mu):
+    inputs = (q, k, v, mask, t_q, t_k, t_v, t_mask)
+    p, w, o, _, t_o, _, kept, u, t_x = _probabilities(case, at, *inputs)
     delta = _add(_row_sum(d_to, o), None if d_mu is None else -d_mu[..., None])
     t_delta = _add(_row_sum(d_o, o), _row_sum(d_to, t_o), None if d_lse is None else -d_lse[..., None])
-    hv = _add(_outer(d_to, v), _times(-1, delta))
+    hv = _add(_thinned(_outer(d_to, v), kept), _times(-1, delta))
     d_ts = _times(p, hv)
-    d_s = _times(p, _add(_times(hv, w), _outer(d_o, v), _outer(d_to, t_v), _times(-1, t_delta)))
+    through_v = _thinned(_add(_outer(d_o, v), _outer(d_to, t_v)), kept)
+    d_s = _times(p, _add(_times(hv, w), through_v, _times(-1, t_delta)))
+    d_tx, d_x = _under_cap(d_ts, u), _under_cap(d_s, u)  # of the products, under the cap
+    if u is not None:
+        d_x = _add(d_x, _times(d_tx, _times(-2 / case.problem.soft_cap * u, t_x)))
+    scale, p_kept = case.problem.scale, _thinned(p, kept)
     gradients = (
-        lambda: _times(problem.scale, _add(_onto_rows(d_s, k), _onto_rows(d_ts, t_k))),
-        lambda: _times(problem.scale, _add(_onto_columns(d_s, q, k), _onto_columns(d_ts, t_q, k))),
-        lambda: _add(_onto_columns(p, d_o, v), _onto_columns(_times(p, w), d_to, v)),
+        lambda: _times(scale, _add(_onto_rows(d_x, k), _onto_rows(d_tx, t_k))),
+        lambda: _times(scale, _add(_onto_columns(d_x, q, k), _onto_columns(d_tx, t_q, k))),
+        lambda: _add(_onto_columns(p_kept, d_o, v), _onto_columns(_times(p_kept, w), d_to, v)),
         lambda: d_s if d_s is None else d_s.sum_to_size(*mask.shape),
-        lambda: _times(problem.scale, _onto_rows(d_ts, k)),
-        lambda: _times(problem.scale, _onto_columns(d_ts, q, k)),
-        lambda: _onto_columns(p, d_to, v),
+        lambda: _times(scale, _onto_rows(d_tx, k)),
+        lambda: _times(scale, _onto_columns(d_tx, q, k)),
+        lambda: _onto_columns(p_kept, d_to, v),
         lambda: d_ts if d_ts is None else d_ts.sum_to_size(*mask.shape),
     )
     return [gradient() if w else None for gradient, w in zip(gradients, want, strict=True)]
 
 
-def _vjp(f, moving, problem, first, *inputs):
+def _vjp(f, moving, case, at, *inputs):
     """The gradients of the moving inputs of f, for the cotangents that follow its inputs."""
     inputs, cotangents = inputs[: len(moving)], inputs[len(moving) :]
 
     def along(*moved):
         moved = iter(moved)
-        results = f(problem, first, *(next(moved) if m else a for a, m in zip(inputs, moving, strict=True)))
+        results = f(case, at, *(next(moved) if m else a for a, m in zip(inputs, moving, strict=True)))
         return [r for r, c in zip(results, cotangents, strict=True) if r is not None and c is not None]
 
     _, pull = torch.func.vjp(along, *(a for a, m in zip(inputs, moving, strict=True) if m))
@@ -149,6 +208,15 @@ def _onto_columns(p, a, k):  # [B, N, T, S], [B, N, T, D] -> [B, K, S, D]
 
 def _grouped(a, k):
     return a.reshape(*k.shape[:2], a.shape[1] // k.shape[1] * a.shape[2], a.shape[3])
+
+
+def _thinned(a, kept):
+    return a if kept is None else _times(a, kept)
+
+
+def _under_cap(a, u):
+    """`a` times the slope of the soft cap."""
+    return a if u is None else _times(a, 1 - u**2)
 
 
 def _times(a, b):

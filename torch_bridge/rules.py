@@ -20,7 +20,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function  # private
 
 from torch_bridge import reference
-from torch_bridge.operators import library, ops, problem_of, split
+from torch_bridge.operators import case_of, library, ops, split
 
 NONE = (None,) * 4
 _unpack_dual, _make_dual = (
@@ -99,7 +99,7 @@ def _differentiable(inputs, wanted):
 
 
 def _forward(*args):
-    x, static = args[:4], args[4:6]
+    x, static = args[:4], args[4:8]
     px, tx = _unpack(x)
     if _some(tx):
         results = _dual(px, tx, static, kept=x)
@@ -131,7 +131,7 @@ def _forward_dual(*args):
     x, tx, static = split("forward_dual", args)
     (px, dx), (ptx, dtx) = _unpack(x), _unpack(tx)
     if _some(dx):
-        return reference.forward_dual(x, tx, problem_of(x[0], *static))
+        return reference.forward_dual(x, tx, case_of(*x[:2], *static))
     if _some(dtx):
         results = _dual(px, ptx, static)
         return *results[:2], *_pack(results[2:], ops.tangent(*px, *dtx, *results[:2], *static), tx)
@@ -142,7 +142,7 @@ def _tangent(*args):
     x, tx, y, static = split("tangent", args)
     (px, dx), (ptx, dtx), (py, _) = _unpack(x), _unpack(tx), _unpack(y)
     if _some(dx):
-        return reference.forward_dual(x, tx, problem_of(x[0], *static))[2:]
+        return reference.forward_dual(x, tx, case_of(*x[:2], *static))[2:]
     if _some(dtx):
         return _pack(ops.tangent(*px, *ptx, *py, *static), ops.tangent(*px, *dtx, *py, *static), tx)
 
@@ -181,14 +181,14 @@ def _backward(*args):
 def _backward_dual(*args):
     """The reference, with y and ty computed afresh."""
     inputs, (*static, want) = args[:12], args[16:]
-    problem = problem_of(inputs[0], *static)
+    case = case_of(*inputs[:2], *static)
     if _some(_unpack(inputs)[1]):
-        results = reference.backward_dual(inputs[:4], inputs[4:8], inputs[8:10], inputs[10:], problem, want)
+        results = reference.backward_dual(inputs[:4], inputs[4:8], inputs[8:10], inputs[10:], case, want)
         return tuple(inputs[0].new_empty(0) if a is None else a for a in results)
 
     def pullback(inputs, outputs, kept, cotangents, wanted):
         cotangents = [c if w else None for c, w in zip(cotangents, want, strict=True)]
-        return reference.backward_dual_vjp(inputs, cotangents, problem, want, _differentiable(inputs, wanted))
+        return reference.backward_dual_vjp(inputs, cotangents, case, want, _differentiable(inputs, wanted))
 
     return _record(pullback, _below(ops.backward_dual, *args), inputs)
 

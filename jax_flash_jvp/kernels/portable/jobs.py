@@ -60,7 +60,7 @@ class _Call:
         self.dtype = dtype_of(x.query)
         self.x = x = x._replace(**dict(zip(("query", "key", "value"), self.rounded(x[:3]), strict=True)))
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
-        self.key_length, self.key_heads, self.value_dim = *x.key.shape[1:3], x.value.shape[3]
+        _, self.key_length, self.key_heads, self.value_dim = x.value.shape
         strides = [self._batch_sequence_head(a) for a in x[:3]]
         unit = math.gcd(STRIDE_UNIT, *(batch for batch, *_ in strides))
         group = self.query_heads // self.key_heads

@@ -1,0 +1,127 @@
+"""Every feature of attention in PyTorch: the reference against attention as it is written down, the kernels, interpreted,
+against the reference."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.func import vmap  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
+
+from test_torch_attention import NumpyLauncher, everything, normal  # noqa: E402
+from test_torch_oracle import check, naive  # noqa: E402
+from torch_bridge import operators, reference  # noqa: E402
+from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+
+B, H, L, S, E = 2, 2, 19, 35, 4
+SEGMENTS = [torch.arange(n).div(7, rounding_mode="floor").int().expand(B, n) for n in (L, S)]
+
+
+def lengths(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+CASES = {
+    "key-lengths": dict(key_value_seq_lengths=lengths(18, 0)),
+    "query-lengths": dict(query_seq_lengths=lengths(19, 7)),
+    "segments": dict(query_segment_ids=SEGMENTS[0], key_value_segment_ids=SEGMENTS[1]),
+    "window": dict(local_window_size=(5, 3)),
+    "window-left": dict(local_window_size=(6, None)),
+    "lower-right": dict(is_causal=True, causal_alignment="lower_right"),
+    "soft-cap": dict(logits_soft_cap=0.7),
+    "sinks": dict(sinks=normal(H), key_value_seq_lengths=lengths(18, 0)),
+    "dropout": dict(dropout_p=0.4),
+    "everything": dict(
+        dropout_p=0.2, logits_soft_cap=1.5, local_window_size=(20, 6), key_value_seq_lengths=lengths(35, 9),
+        sinks=normal(H), query_segment_ids=SEGMENTS[0] // 2, key_value_segment_ids=SEGMENTS[1] // 2,
+    ),
+}  # fmt: skip
+
+
+def same_seed(*x, **arguments):
+    torch.manual_seed(0)
+    return sdpa(*x, **arguments)
+
+
+def kept(rate):
+    """What dropout multiplies the probabilities by: shown by equal scores and unit vectors for values."""
+    q, k, v = torch.zeros(B, H, L, 1), torch.zeros(B, H, S, 1), torch.eye(S).expand(B, H, S, S)
+    return (same_seed(q, k, v, dropout_p=rate) > 0) / (1 - np.float32(rate)).item()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_derivatives(case, bias):
+    x = [normal(B, H, n, E, seed=i) for i, n in enumerate((L, S, S))]
+    x += [normal(1, H, L, S)] if bias and not CASES[case].get("is_causal") else []
+    factors = kept(CASES[case]["dropout_p"]) if "dropout_p" in CASES[case] else None
+
+    def expected(*x, **arguments):
+        return naive(*x, **arguments, kept=factors)
+
+    check(lambda: everything(same_seed, *x, **CASES[case]), lambda: everything(expected, *x, **CASES[case]), None, 1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels(case):
+    launch = pytest.importorskip("torch_bridge.launch")
+    seen = []
+    forward = torch.ops.torch_bridge.forward
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            "torch_bridge.attention.ops", type("", (), dict(forward=lambda *a: seen.extend(a) or forward(*a)))
+        )
+        x = [normal(B, H, n, E, seed=i, dtype=torch.float32) for i, n in enumerate((L, S, S))]
+        same_seed(*x, **CASES[case])
+    case = operators.case_of(*x[:2], *seen[4:8])
+    x, tx = (
+        (*x, normal(1, H, 1, S, seed=4).float()),
+        tuple(normal(*a.shape, seed=9).float() for a in (*x, torch.zeros(1, H, 1, S))),
+    )
+    o, lse, t_o, mu = reference.run("forward_dual", case, x, tx)
+    seen_rows = lse > -torch.inf
+    cy, cty = (
+        (normal(*o.shape, seed=5).float(), normal(*lse.shape, seed=6).float()),
+        (normal(*o.shape, seed=7).float(), None),
+    )
+    calls = dict(
+        forward_dual=dict(tx=tx),
+        tangent=dict(tx=tx, y=(o, lse)),
+        backward=dict(cy=cy, y=(o, lse), want=[True] * 4),
+        backward_dual=dict(tx=tx, cy=cy, cty=cty, y=(o, lse), ty=(t_o, mu), want=[True] * 8),
+    )
+    for name, groups in calls.items():
+        got, want = (
+            run(name, case, x, **groups)
+            for run in (lambda *a, **k: launch.run(NumpyLauncher(), *a, **k), reference.run)
+        )
+        for a, b in zip(got, want, strict=False):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert seen_rows.any()
+
+
+def test_vmap_keeps_lengths_apart():
+    x = [normal(3, B, H, n, E, seed=i) for i, n in enumerate((L, S, S))]
+    ends = torch.stack([lengths(18, 0), lengths(35, 3), lengths(1, 2)])
+    attend = lambda q, k, v, ends: sdpa(q, k, v, key_value_seq_lengths=ends)
+    check(lambda: vmap(attend)(*x, ends), lambda: torch.stack([attend(*(a[i] for a in x), ends[i]) for i in range(3)]))
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_causal_bias_objects(bias):
+    x = [normal(B, H, n, E, seed=i) for i, n in enumerate((L, S, S))]
+    alignment = dict(causal_alignment=bias.__name__.removeprefix("causal_"))
+    check(lambda: sdpa(*x, attn_mask=bias(L, S)), lambda: naive(*x, is_causal=True, **alignment))
+
+
+def test_dropout_follows_the_generator():
+    x = [normal(B, H, n, E, seed=i).requires_grad_() for i, n in enumerate((L, S, S))]
+    assert torch.equal(same_seed(*x, dropout_p=0.3), same_seed(*x, dropout_p=0.3))
+    assert not torch.equal(sdpa(*x, dropout_p=0.3), sdpa(*x, dropout_p=0.3))
+    model = lambda *x: sdpa(*x, dropout_p=0.3).sin().sum()
+    torch.manual_seed(0)
+    want = torch.autograd.grad(model(*x), x)
+    torch.manual_seed(0)
+    got = torch.autograd.grad(torch.utils.checkpoint.checkpoint(model, *x, use_reentrant=False), x)
+    check(lambda: got, lambda: want)
