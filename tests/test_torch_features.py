@@ -14,29 +14,36 @@ from test_torch_oracle import check, naive  # noqa: E402
 from torch_bridge import operators, reference  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
-B, H, L, S, E = 2, 2, 19, 35, 4
-SEGMENTS = [torch.arange(n).div(7, rounding_mode="floor").int().expand(B, n) for n in (L, S)]
+B, H, E = 2, 2, 4
 
 
 def lengths(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-CASES = {
-    "key-lengths": dict(key_value_seq_lengths=lengths(18, 0)),
-    "query-lengths": dict(query_seq_lengths=lengths(19, 7)),
-    "segments": dict(query_segment_ids=SEGMENTS[0], key_value_segment_ids=SEGMENTS[1]),
-    "window": dict(local_window_size=(5, 3)),
-    "window-left": dict(local_window_size=(6, None)),
-    "lower-right": dict(is_causal=True, causal_alignment="lower_right"),
-    "soft-cap": dict(logits_soft_cap=0.7),
-    "sinks": dict(sinks=normal(H), key_value_seq_lengths=lengths(18, 0)),
-    "dropout": dict(dropout_p=0.4),
-    "everything": dict(
-        dropout_p=0.2, logits_soft_cap=1.5, local_window_size=(20, 6), key_value_seq_lengths=lengths(35, 9),
-        sinks=normal(H), query_segment_ids=SEGMENTS[0] // 2, key_value_segment_ids=SEGMENTS[1] // 2,
-    ),
-}  # fmt: skip
+def make_cases(m, L, S):
+    """Lengths and windows are multiples of `m`."""
+    first, second = (torch.arange(n).div(7 * m, rounding_mode="floor").int().expand(B, n) for n in (L, S))
+    both = lambda a, b: dict(query_segment_ids=a, key_value_segment_ids=b)
+    return {
+        "key-lengths": dict(key_value_seq_lengths=lengths(18 * m, 0)),
+        "query-lengths": dict(query_seq_lengths=lengths(L, 7 * m)),
+        "segments": both(first, second),
+        "window": dict(local_window_size=(5 * m, 3 * m)),
+        "window-left": dict(local_window_size=(6 * m, None)),
+        "lower-right": dict(is_causal=True, causal_alignment="lower_right"),
+        "soft-cap": dict(logits_soft_cap=0.7),
+        "sinks": dict(sinks=normal(H), key_value_seq_lengths=lengths(18 * m, 0)),
+        "dropout": dict(dropout_p=0.4),
+        "everything": dict(
+            dropout_p=0.2, logits_soft_cap=1.5, local_window_size=(20 * m, 6 * m), sinks=normal(H),
+            key_value_seq_lengths=lengths(S, 9 * m), **both(first // 2, second // 2),
+        ),
+    }  # fmt: skip
+
+
+L, S = 19, 35
+CASES = make_cases(1, L, S)
 
 
 def same_seed(*x, **arguments):
@@ -44,10 +51,11 @@ def same_seed(*x, **arguments):
     return sdpa(*x, **arguments)
 
 
-def kept(rate):
+def kept(rate, L, S, device="cpu"):
     """What dropout multiplies the probabilities by: shown by equal scores and unit vectors for values."""
-    q, k, v = torch.zeros(B, H, L, 1), torch.zeros(B, H, S, 1), torch.eye(S).expand(B, H, S, S)
-    return (same_seed(q, k, v, dropout_p=rate) > 0) / (1 - np.float32(rate)).item()
+    q, k, unit = (torch.zeros(B, H, L, 1), torch.zeros(B, H, S, 1), torch.eye(S).expand(B, H, S, S))
+    parts = [same_seed(*(a.to(device) for a in (q, k, v)), dropout_p=rate) for v in unit.split(128, -1)]
+    return (torch.cat(parts, -1) > 0) / (1 - np.float32(rate)).item()
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -55,7 +63,7 @@ def kept(rate):
 def test_values_and_derivatives(case, bias):
     x = [normal(B, H, n, E, seed=i) for i, n in enumerate((L, S, S))]
     x += [normal(1, H, L, S)] if bias and not CASES[case].get("is_causal") else []
-    factors = kept(CASES[case]["dropout_p"]) if "dropout_p" in CASES[case] else None
+    factors = kept(CASES[case]["dropout_p"], L, S) if "dropout_p" in CASES[case] else None
 
     def expected(*x, **arguments):
         return naive(*x, **arguments, kept=factors)
@@ -125,3 +133,27 @@ def test_dropout_follows_the_generator():
     torch.manual_seed(0)
     got = torch.autograd.grad(torch.utils.checkpoint.checkpoint(model, *x, use_reentrant=False), x)
     check(lambda: got, lambda: want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case, bias, monkeypatch):
+    def run(*_, **__):
+        raise AssertionError("the reference was used")
+
+    L, S = 19 * 16, 35 * 16
+    x = [normal(B, H, n, 64, seed=i).cuda().float() for i, n in enumerate((L, S, S))]
+    arguments = {
+        name: a.cuda().float() if name == "sinks" else a.cuda() if isinstance(a, torch.Tensor) else a
+        for name, a in make_cases(16, L, S)[case].items()
+    }
+    x += [normal(1, H, L, S).cuda().float()] if bias and not arguments.get("is_causal") else []
+    factors = kept(arguments["dropout_p"], L, S, "cuda") if "dropout_p" in arguments else None
+
+    def expected(*x, **arguments):
+        return naive(*x, **arguments, kept=factors)
+
+    want = everything(expected, *x, **arguments)
+    monkeypatch.setattr(reference, "run", run)
+    check(lambda: everything(same_seed, *x, **arguments), lambda: want, None, 2e-4)

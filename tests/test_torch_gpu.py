@@ -200,7 +200,7 @@ def test_a_stream_that_is_not_the_default_one(kernels_alone):
     torch.testing.assert_close(got, naive(late, *x[1:]), rtol=1e-4, atol=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------ the reference
+# ------------------------------------------------------------------------------------------------ the rest
 
 OTHERS = {
     "float64": lambda s, x: s(*(a.double() for a in x)),

@@ -90,7 +90,7 @@ _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled o
     value_side_dual=((16, 16, 8, 2),),
     query_side_dual=((16, 16, 8, 2, 800),),
 )
-_SCORE_SIDE = {  # of the gradient of a bias; within 99 KiB but on sm_90
+_SCORE_SIDE: dict[str, dict] = {  # of the gradient of a bias; within 99 KiB but on sm_90
     "half": dict(
         score_side=((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
         score_side_dual=((64, 32, 4, 2, 100), (32, 64, 8, 2, 200), (16, 32, 4, 2)),
