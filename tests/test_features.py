@@ -37,6 +37,7 @@ def make_cases(m: int) -> dict[str, dict]:
         "mask": dict(mask=sparse),
         "mask-by-key": dict(mask=np.arange(S)[None, None, None] > 20 * m),
         "mask-by-batch": dict(mask=sparse[:, :1]),
+        "mask-lengths": dict(mask=sparse[:1], key_value_seq_lengths=lengths(20 * m, S)),
         "key-lengths": dict(key_value_seq_lengths=lengths(18 * m, 0)),
         "query-lengths": dict(query_seq_lengths=lengths(19 * m, 7 * m)),
         "lengths-causal": dict(
@@ -78,15 +79,11 @@ def make_cases(m: int) -> dict[str, dict]:
 
 
 CASES = make_cases(1)  # in tiles of 16, the last ragged
-cases = functools.cache(make_cases)
-SIZES = ("shape", "width")
+large = functools.cache(lambda: make_cases(16))
 SEED = jax.random.key_data(jax.random.key(5))
 
 
-@functools.cache
-def every_derivative(case, size):
-    static = {name: a for name, a in cases(size)[case].items() if not isinstance(a, np.ndarray) and name not in SIZES}
-
+def every_derivative(static):
     def compute(attention, x, tx, extra, t_extra, fixed, cy, cty):
         moving = (*x, extra), (*tx, t_extra)
 
@@ -122,8 +119,8 @@ def kept(rate, B, T, S, N, K):
     return (np.concatenate(parts, -1).transpose(0, 2, 1, 3) > 0) / np.float32(1 - rate)
 
 
-def check(case, implementation, dtype, size=1, D=4):
-    arguments = dict(cases(size)[case])
+def check(case, implementation, dtype, D=4):
+    arguments = dict(case)
     B, T, S, N, K = arguments.pop("shape")
     width = arguments.pop("width", D)
     arrays = {name: a for name, a in arguments.items() if isinstance(a, np.ndarray)}
@@ -133,7 +130,8 @@ def check(case, implementation, dtype, size=1, D=4):
     extra = {name: a for name, a in arrays.items() if np.issubdtype(a.dtype, np.floating)}
     t_extra = {name: oracle.normal(40, *a.shape) for name, a in extra.items()}
     fixed = {name: a for name, a in arrays.items() if name not in extra}
-    rate = arguments.get("dropout_rate", 0)
+    static = {name: a for name, a in arguments.items() if name not in arrays}
+    rate = static.get("dropout_rate", 0)
     factors = kept(rate, B, T, S, N, K) if rate else None  # now, not while JAX traces
 
     def result_of(*args, **named):
@@ -145,27 +143,65 @@ def check(case, implementation, dtype, size=1, D=4):
         return oracle.attention(*args, **named, kept=factors)
 
     inputs = (x, tx, extra, t_extra, fixed, cy, cty)
-    oracle.assert_as_exact_as_naive(
-        every_derivative(case, size), result_of, inputs, dtype, largest_score=4, naive=naive
-    )
+    oracle.assert_as_exact_as_naive(every_derivative(static), result_of, inputs, dtype, largest_score=4, naive=naive)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 @pytest.mark.parametrize("case", CASES)
 def test_float32(case, implementation):
-    check(case, implementation, "float32")
+    check(CASES[case], implementation, "float32")
 
 
 @pytest.mark.parametrize("case", ["bias", "mask", "soft-cap", "dropout", "everything"])
 def test_bfloat16(case):
-    check(case, "interpret", "bfloat16")
+    check(CASES[case], "interpret", "bfloat16")
+
+
+def mixture(seed: int) -> dict:
+    """Some features together."""
+    rng = np.random.default_rng(seed)
+    some = lambda: rng.random() < 0.4
+    B, T, S = int(rng.integers(1, 3)), int(rng.integers(1, 40)), int(rng.integers(1, 40))
+    N, K = [(1, 1), (2, 1), (2, 2), (4, 2)][rng.integers(4)]
+    axes = lambda: [int(rng.choice([1, n])) for n in (B, N, T, S)]
+    case: dict = dict(
+        shape=(B, T, S, N, K), is_causal=some(), causal_alignment=str(rng.choice(["upper_left", "lower_right"]))
+    )
+    if some():
+        case.update(bias=oracle.normal(seed, *axes()))
+    if some():
+        case.update(mask=rng.random(axes()) < 0.5)
+    if some():
+        case.update(local_window_size=tuple(None if some() else int(rng.integers(0, 30)) for _ in range(2)))
+    if some():
+        case.update(key_value_seq_lengths=rng.integers(0, S + 1, B, np.int32))
+    if some():
+        case.update(query_seq_lengths=rng.integers(0, T + 1, B, np.int32))
+    if some():
+        queries, keys = (rng.integers(0, 3, (B, n), np.int32) for n in (T, S))
+        case.update(query_segment_ids=queries, key_value_segment_ids=keys)
+    if some():
+        case.update(logits_soft_cap=float(rng.uniform(0.5, 3)))
+    if some():
+        case.update(sinks=oracle.normal(seed, N))
+    if some():
+        case.update(dropout_rate=float(rng.uniform(0.05, 0.6)))
+    if some():
+        case.update(width=int(rng.integers(1, 9)))
+    return case
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= 6)) for i in range(40)])
+def test_mixtures(seed, implementation):
+    check(mixture(seed), implementation, "float32")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu(case, dtype):
-    check(case, "triton", dtype, size=16, D=64)
+    check(large()[case], "triton", dtype, D=64)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])

@@ -47,8 +47,9 @@ def features(problem: Problem, x: Operands) -> str:
         if name == "mask":
             tiles += [f"tiles:{axis}" for axis in axes if axis in ("batch", "heads", "groups")]
     if x.mask is not None or x.query_segments is not None:
-        per_entry = batch > 1 and "segments" in words
-        words += ["tiles", *(tiles if "tiles:batch" in tiles or not per_entry else [*tiles, "tiles:batch"])]
+        if batch > 1 and {"segments", "lengths"} & {*words}:
+            tiles += ["tiles:batch"]
+        words += ["tiles", *tiles]
     return " ".join(words)
 
 
