@@ -8,7 +8,17 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash_jvp.differentiation import attend
-from jax_flash_jvp.problem import KERNEL_IMPLEMENTATIONS, Operands, Problem, check_operands, unserved
+from jax_flash_jvp.problem import (
+    KERNEL_IMPLEMENTATIONS,
+    Operands,
+    Problem,
+    check_operands,
+    dropout_rate_of,
+    lower_right_of,
+    soft_cap_of,
+    unserved,
+    window_of,
+)
 
 IMPLEMENTATIONS = (None, *KERNEL_IMPLEMENTATIONS, "xla", "interpret")
 
@@ -100,7 +110,7 @@ def dot_product_attention(
     for name in segments:
         if given[name] is not None and ndim == 3 and given[name].ndim == 1:
             given[name] = given[name][None]
-    rate = _rate(dropout_rate)
+    rate = dropout_rate_of("dropout_rate", _number("dropout_rate", dropout_rate, 0.0))
     given["seed"] = _seed(dropout_key, len(given["query"])) if rate else None
     x = Operands(*given.values())
     check_operands(x)
@@ -109,14 +119,12 @@ def dot_product_attention(
         raise ValueError(
             f"`sinks` must have shape ({x.query.shape[2]},), one number a query head: got {sink_scores.shape}"
         )
-    if causal_alignment not in ("upper_left", "lower_right"):
-        raise ValueError(f"`causal_alignment` must be 'upper_left' or 'lower_right': got {causal_alignment!r}")
     problem = Problem(
         scale=_number("scale", scale, x.query.shape[-1] ** -0.5),
         is_causal=_flag("is_causal", is_causal),
-        window=_window(local_window_size),
-        lower_right=causal_alignment == "lower_right",
-        soft_cap=_soft_cap(logits_soft_cap),
+        window=window_of(local_window_size),
+        lower_right=lower_right_of(causal_alignment),
+        soft_cap=None if logits_soft_cap is None else soft_cap_of(_number("logits_soft_cap", logits_soft_cap, 0.0)),
         dropout_rate=rate,
         precision=_precision(),
         implementation=implementation,
@@ -186,42 +194,10 @@ def _seed(key: Any, batch: int) -> jax.Array:
         raise TypeError(f"`dropout_key` must be a key of jax.random: got {type(key).__name__}") from error
 
 
-def _rate(value: Any) -> float:
-    rate = _number("dropout_rate", value, 0.0)
-    if not 0 <= rate < 1:
-        raise ValueError(f"`dropout_rate` must be at least 0 and below 1: got {rate}")
-    return rate
-
-
-def _soft_cap(value: Any) -> float | None:
-    if value is None:
-        return None
-    cap = _number("logits_soft_cap", value, 0.0)
-    if cap <= 0:
-        raise ValueError(f"`logits_soft_cap` must be positive: got {cap}; leave it None for no cap")
-    return cap
-
-
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
     return bool(value)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _window(size: Any) -> tuple[int | None, int | None] | None:
-    if size is None:
-        return None
-    pair = (size, size) if _is_integer(size) else size
-    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(n is None or _is_integer(n) for n in pair)):
-        raise TypeError(f"`local_window_size` must be an integer or a pair of integers or None: got {size!r}")
-    if any(n is not None and n < 0 for n in pair):
-        raise ValueError(f"`local_window_size` must not be negative: got {size!r}")
-    left, right = (n if n is None else int(n) for n in pair)
-    return None if left is right is None else (left, right)
 
 
 def _precision() -> str:

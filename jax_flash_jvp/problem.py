@@ -11,6 +11,8 @@ where `*` stands for the leading axes that vmap adds, and K divides N (grouped-q
 """
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +71,45 @@ def shape_of(name: str, array: Any) -> tuple[int, ...]:
 
 def dtype_of(array: Any) -> str:
     return str(array.dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------------------------------ the static part
+
+
+def window_of(size: Any) -> tuple[int | None, int | None] | None:
+    """`Problem.window` from `local_window_size`: None, one number for both sides, or a pair of numbers or None."""
+
+    def is_integer(n: Any) -> bool:
+        return isinstance(n, numbers.Integral) and not isinstance(n, bool)
+
+    pair = size if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2 or not all(n is None or is_integer(n) for n in pair):
+        raise TypeError(f"`local_window_size` must be an integer or a pair of integers or None: got {size!r}")
+    if any(n is not None and n < 0 for n in pair):
+        raise ValueError(f"`local_window_size` must not be negative: got {size!r}")
+    left, right = (n if n is None else int(n) for n in pair)
+    return None if left is right is None else (left, right)
+
+
+def lower_right_of(alignment: Any) -> bool:
+    if alignment not in ("upper_left", "lower_right"):
+        raise ValueError(f"`causal_alignment` must be 'upper_left' or 'lower_right': got {alignment!r}")
+    return alignment == "lower_right"
+
+
+def soft_cap_of(value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"`logits_soft_cap` must be positive: got {value}; leave it None for no cap")
+    return value if value is None else float(value)
+
+
+def dropout_rate_of(name: str, value: float) -> float:
+    if not 0 <= value < 1:
+        raise ValueError(f"`{name}` must be at least 0 and below 1: got {value}")
+    return float(value)
+
+
+# ------------------------------------------------------------------------------------------------ the arrays
 
 
 def check_operands(x: Operands) -> None:

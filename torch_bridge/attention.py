@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from jax_flash_jvp.problem import Operands, check_operands
+from jax_flash_jvp.problem import Operands, check_operands, dropout_rate_of, lower_right_of, soft_cap_of, window_of
 from torch_bridge import rules  # noqa: F401  (gives the operators their derivatives)
 from torch_bridge.operators import SELECTED, ops
 
@@ -129,23 +129,13 @@ def patch() -> Iterator[None]:
             namespace[name] = original
 
 
-def _options(dropout, alignment, window, soft_cap) -> tuple[str, ...]:
+def _options(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
     """The words of `operators.case_of`."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"`dropout_p` must be at least 0 and below 1: got {dropout}")
-    if alignment not in ("upper_left", "lower_right"):
-        raise ValueError(f"`causal_alignment` must be 'upper_left' or 'lower_right': got {alignment!r}")
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise ValueError(f"`logits_soft_cap` must be positive: got {soft_cap}; leave it None for no cap")
-    pair = window if isinstance(window, tuple | list) else (window, window)
-    if len(pair) != 2 or not all(n is None or (isinstance(n, int) and not isinstance(n, bool)) for n in pair):
-        raise TypeError(f"`local_window_size` must be an integer or a pair of integers or None: got {window!r}")
-    if any(n is not None and n < 0 for n in pair):
-        raise ValueError(f"`local_window_size` must not be negative: got {window!r}")
-    words = [f"{side}={n}" for side, n in zip(("left", "right"), pair, strict=True) if n is not None]
-    words += ["lower_right"] if alignment == "lower_right" else []
-    words += [f"soft_cap={float(soft_cap)!r}"] if soft_cap is not None else []
-    return (*words, f"dropout={float(dropout)!r}") if dropout else tuple(words)
+    pair, soft_cap, rate = window_of(window), soft_cap_of(soft_cap), dropout_rate_of("dropout_p", dropout_p)
+    words = [f"{side}={n}" for side, n in zip(("left", "right"), pair or (None, None), strict=True) if n is not None]
+    words += ["lower_right"] if lower_right_of(alignment) else []
+    words += [f"soft_cap={soft_cap!r}"] if soft_cap is not None else []
+    return (*words, f"dropout={rate!r}") if rate else tuple(words)
 
 
 def _select(selection, options, q: Tensor, k: Tensor) -> tuple[Tensor | None, str]:
