@@ -8,6 +8,8 @@ import pathlib
 
 import pytest
 
+import support
+
 HAS_GPU = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
 
 # before JAX is imported
@@ -18,6 +20,16 @@ if not HAS_GPU:  # the time goes into compilation
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-support", action="store_true", help="write README's table of features from this run")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--write-support"):
+        reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, ())]
+        support.write([(*value, r.passed) for r in reports for name, value in r.user_properties if name == "supports"])
 
 
 def pytest_collection_modifyitems(items):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import oracle
+import support
 from jax_flash_jvp import dot_product_attention
 
 
@@ -80,6 +81,7 @@ def make_cases(m: int) -> dict[str, dict]:
 
 CASES = make_cases(1)  # in tiles of 16, the last ragged
 large = functools.cache(lambda: make_cases(16))
+COLUMNS = {"interpret": "kernels interpreted", "xla": "tiled reference"}
 SEED = jax.random.key_data(jax.random.key(5))
 
 
@@ -146,14 +148,30 @@ def check(case, implementation, dtype, D=4):
     oracle.assert_as_exact_as_naive(every_derivative(static), result_of, inputs, dtype, largest_score=4, naive=naive)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
-@pytest.mark.parametrize("case", CASES)
-def test_float32(case, implementation):
+SLOW = {  # what others show as well
+    "bias-by-query", "bias-by-head", "bias-by-batch-and-key", "bias-hides", "mask-by-key", "mask-by-batch", "key-lengths",
+    "query-lengths", "segments-causal", "window-left", "window-right", "window-wide", "soft-cap", "sinks-without-keys",
+    "dropout", "grouped-bias", "grouped-segments",
+}  # fmt: skip
+
+
+def slow(case, implementation):
+    return pytest.param(
+        case, implementation, marks=[pytest.mark.slow] * (implementation == "interpret" and case in SLOW)
+    )
+
+
+@pytest.mark.parametrize(("case", "implementation"), [slow(case, i) for i in ("interpret", "xla") for case in CASES])
+def test_float32(case, implementation, record_property):
+    record_property("supports", support.claim(case, f"JAX, {COLUMNS[implementation]}, float32"))
     check(CASES[case], implementation, "float32")
 
 
-@pytest.mark.parametrize("case", ["bias", "mask", "soft-cap", "dropout", "everything"])
-def test_bfloat16(case):
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("bias", "mask", "everything"))) for c in CASES]
+)
+def test_bfloat16(case, record_property):
+    record_property("supports", support.claim(case, "JAX, kernels interpreted, bfloat16"))
     check(CASES[case], "interpret", "bfloat16")
 
 
@@ -192,15 +210,17 @@ def mixture(seed: int) -> dict:
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
-@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= 6)) for i in range(40)])
-def test_mixtures(seed, implementation):
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= 4)) for i in range(40)])
+def test_mixtures(seed, implementation, record_property):
+    record_property("supports", support.claim("everything", f"JAX, {COLUMNS[implementation]}, float32"))
     check(mixture(seed), implementation, "float32")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_gpu(case, dtype):
+def test_on_a_gpu(case, dtype, record_property):
+    record_property("supports", support.claim(case, f"JAX, kernels on a GPU, {dtype}"))
     check(large()[case], "triton", dtype, D=64)
 
 

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from torch.func import vmap  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
+import support  # noqa: E402
 from test_torch_attention import NumpyLauncher, everything, normal  # noqa: E402
 from test_torch_oracle import check, naive  # noqa: E402
 from torch_bridge import operators, reference  # noqa: E402
@@ -26,6 +27,9 @@ def make_cases(m, L, S):
     first, second = (torch.arange(n).div(7 * m, rounding_mode="floor").int().expand(B, n) for n in (L, S))
     both = lambda a, b: dict(query_segment_ids=a, key_value_segment_ids=b)
     return {
+        "bias": dict(attn_mask=normal(1, H, L, S)),
+        "mask": dict(attn_mask=normal(B, 1, L, S) > 0.7),
+        "values": dict(width=7),
         "key-lengths": dict(key_value_seq_lengths=lengths(18 * m, 0)),
         "query-lengths": dict(query_seq_lengths=lengths(L, 7 * m)),
         "segments": both(first, second),
@@ -60,35 +64,36 @@ def kept(rate, L, S, device="cpu"):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_derivatives(case, bias):
-    x = [normal(B, H, n, E, seed=i) for i, n in enumerate((L, S, S))]
-    x += [normal(1, H, L, S)] if bias and not CASES[case].get("is_causal") else []
-    factors = kept(CASES[case]["dropout_p"], L, S) if "dropout_p" in CASES[case] else None
+def test_values_and_derivatives(case, bias, record_property):
+    record_property("supports", support.claim(case, "PyTorch, tiled reference, float64"))
+    arguments = dict(CASES[case])
+    channels = (E, E, arguments.pop("width", E))
+    x = [normal(B, H, n, c, seed=i) for i, (n, c) in enumerate(zip((L, S, S), channels, strict=True))]
+    x += [normal(1, H, L, S)] if bias and not {"is_causal", "attn_mask"} & {*arguments} else []
+    factors = kept(arguments["dropout_p"], L, S) if "dropout_p" in arguments else None
 
     def expected(*x, **arguments):
         return naive(*x, **arguments, kept=factors)
 
-    check(lambda: everything(same_seed, *x, **CASES[case]), lambda: everything(expected, *x, **CASES[case]), None, 1e-6)
+    check(lambda: everything(same_seed, *x, **arguments), lambda: everything(expected, *x, **arguments), None, 1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels(case):
+def test_kernels(case, record_property):
+    record_property("supports", support.claim(case, "PyTorch, kernels interpreted, float32"))
     launch = pytest.importorskip("torch_bridge.launch")
-    seen = []
-    forward = torch.ops.torch_bridge.forward
+    arguments, seen, forward = dict(CASES[case]), [], torch.ops.torch_bridge.forward
+    channels = (E, E, arguments.pop("width", E))
+    x = [normal(B, H, n, c, seed=i).float() for i, (n, c) in enumerate(zip((L, S, S), channels, strict=True))]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            "torch_bridge.attention.ops", type("", (), dict(forward=lambda *a: seen.extend(a) or forward(*a)))
-        )
-        x = [normal(B, H, n, E, seed=i, dtype=torch.float32) for i, n in enumerate((L, S, S))]
-        same_seed(*x, **CASES[case])
-    case = operators.case_of(*x[:2], *seen[4:8])
-    x, tx = (
-        (*x, normal(1, H, 1, S, seed=4).float()),
-        tuple(normal(*a.shape, seed=9).float() for a in (*x, torch.zeros(1, H, 1, S))),
-    )
+        operator = lambda *a: seen.extend(a) or forward(*a)
+        patched.setattr("torch_bridge.attention.ops", type("", (), dict(forward=operator)))
+        same_seed(*x, **arguments)
+    case, mask = operators.case_of(*x[:2], *seen[4:8]), seen[3]
+    moving = mask is None or mask.is_floating_point()  # a bias in any case that has no boolean mask
+    x += [normal(1, H, 1, S, seed=4).float() if mask is None else mask.float() if moving else mask]
+    tx = [normal(*a.shape, seed=9).float() if a.is_floating_point() else None for a in x]
     o, lse, t_o, mu = reference.run("forward_dual", case, x, tx)
-    seen_rows = lse > -torch.inf
     cy, cty = (
         (normal(*o.shape, seed=5).float(), normal(*lse.shape, seed=6).float()),
         (normal(*o.shape, seed=7).float(), None),
@@ -96,8 +101,8 @@ def test_kernels(case):
     calls = dict(
         forward_dual=dict(tx=tx),
         tangent=dict(tx=tx, y=(o, lse)),
-        backward=dict(cy=cy, y=(o, lse), want=[True] * 4),
-        backward_dual=dict(tx=tx, cy=cy, cty=cty, y=(o, lse), ty=(t_o, mu), want=[True] * 8),
+        backward=dict(cy=cy, y=(o, lse), want=[True, True, True, moving]),
+        backward_dual=dict(tx=tx, cy=cy, cty=cty, y=(o, lse), ty=(t_o, mu), want=[True, True, True, moving] * 2),
     )
     for name, groups in calls.items():
         got, want = (
@@ -105,8 +110,9 @@ def test_kernels(case):
             for run in (lambda *a, **k: launch.run(NumpyLauncher(), *a, **k), reference.run)
         )
         for a, b in zip(got, want, strict=False):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    assert seen_rows.any()
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_vmap_keeps_lengths_apart():
@@ -138,17 +144,20 @@ def test_dropout_follows_the_generator():
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_gpu(case, bias, monkeypatch):
+def test_on_a_gpu(case, bias, monkeypatch, record_property):
+    record_property("supports", support.claim(case, "PyTorch, kernels on a GPU, float32"))
+
     def run(*_, **__):
         raise AssertionError("the reference was used")
 
     L, S = 19 * 16, 35 * 16
-    x = [normal(B, H, n, 64, seed=i).cuda().float() for i, n in enumerate((L, S, S))]
     arguments = {
-        name: a.cuda().float() if name == "sinks" else a.cuda() if isinstance(a, torch.Tensor) else a
+        name: a if not isinstance(a, torch.Tensor) else a.cuda().float() if a.is_floating_point() else a.cuda()
         for name, a in make_cases(16, L, S)[case].items()
     }
-    x += [normal(1, H, L, S).cuda().float()] if bias and not arguments.get("is_causal") else []
+    channels = (64, 64, arguments.pop("width", 64))
+    x = [normal(B, H, n, c, seed=i).cuda().float() for i, (n, c) in enumerate(zip((L, S, S), channels, strict=True))]
+    x += [normal(1, H, L, S).cuda().float()] if bias and not {"is_causal", "attn_mask"} & {*arguments} else []
     factors = kept(arguments["dropout_p"], L, S, "cuda") if "dropout_p" in arguments else None
 
     def expected(*x, **arguments):
