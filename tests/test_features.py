@@ -155,13 +155,8 @@ SLOW = {  # what others show as well
 }  # fmt: skip
 
 
-def slow(case, implementation):
-    return pytest.param(
-        case, implementation, marks=[pytest.mark.slow] * (implementation == "interpret" and case in SLOW)
-    )
-
-
-@pytest.mark.parametrize(("case", "implementation"), [slow(case, i) for i in ("interpret", "xla") for case in CASES])
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_float32(case, implementation, record_property):
     record_property("supports", support.claim(case, f"JAX, {COLUMNS[implementation]}, float32"))
     check(CASES[case], implementation, "float32")
