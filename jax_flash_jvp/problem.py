@@ -177,10 +177,9 @@ def _check_dtypes(x: Operands) -> None:
 
 
 def _check_broadcast(name: str, shape: Sequence[int], scores: Sequence[int], key_heads: int) -> None:
-    fits = len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, scores, strict=True))
-    if not fits and not (
-        len(shape) == 4 and shape[1] == key_heads and all(shape[i] in (1, scores[i]) for i in (0, 2, 3))
-    ):
+    allowed = [{1, n} for n in scores]
+    allowed[1].add(key_heads)
+    if len(shape) != 4 or any(n not in some for n, some in zip(shape, allowed, strict=True)):
         raise ValueError(
             f"`{name}` must broadcast to (batch, query heads, query length, key length) = {tuple(scores)}, or have the "
             f"{key_heads} heads of `key`: got {tuple(shape)}"

@@ -173,11 +173,8 @@ class Tiles:
 
     def scores(self, i: Any, j: Any, d: Arrays) -> Array:
         """S of the tile of row block i and column block j, and what else depends on the place: added to `d`."""
-        s, row, column = (
-            self.problem.scale * outer(d["q"], d["k"]),
-            self.rows.positions(i)[:, None],
-            self.columns.positions(j),
-        )
+        s = self.problem.scale * outer(d["q"], d["k"])
+        row, column = self.rows.positions(i)[:, None], self.columns.positions(j)
         if self.problem.soft_cap is not None:
             d["u"] = jnp.tanh(s / self.problem.soft_cap)
             s = self.problem.soft_cap * d["u"]

@@ -85,9 +85,9 @@ def _scores(case, at, q, k, mask):
         s = problem.soft_cap * u
     if mask is not None:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+    first, queries = at
     i, j = (torch.arange(n, device=s.device) for n in s.shape[-2:])
-    (first, queries), i = at, i[:, None]
-    i = first + i
+    i = first + i[:, None]
     left, right = problem.reach(queries, k.shape[2])
     hidden = [j < i - left] if left is not None else []
     hidden += [j > i + right] if right is not None else []

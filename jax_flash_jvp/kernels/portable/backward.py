@@ -25,7 +25,6 @@ from jax_flash_jvp.kernels.portable.scores import (
     load_rows,
     load_statistic,
     log2_sum_exp,
-    matrix,
     operand,
     products,
     query_block,
@@ -41,7 +40,7 @@ from jax_flash_jvp.kernels.portable.visibility import (
     key_bounds,
     listed,
     query_bounds,
-    seeds,
+    selected,
     span,
     thinned,
     tile_list,
@@ -142,11 +141,10 @@ def key_side(
         i_q = i_b * HQ + i_hq
         q_offset = i_b * s_qb * UNIT + i_hq * s_qh
         o_offset = (i_b * LQ * HQ + i_hq) * DV
-        bias = matrix(BIAS, i_b, i_hq, HQ, GROUP, LQ, LK, FEATURES, "bias")
-        t_bias = matrix(TBIAS, i_b, i_hq, HQ, GROUP, LQ, LK, FEATURES, "bias")
-        mask = matrix(MASK, i_b, i_hq, HQ, GROUP, LQ, LK, FEATURES, "mask")
-        sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
-        head_seeds = seeds(SEED, i_b, i_hq, FEATURES)
+        bias, t_bias, sight, head_seeds = selected(
+            BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+            i_b, i_hq, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
+        )  # fmt: skip
         tiles, n_tiles = tile_list(TILES, i_b, i_hq, HQ, GROUP, i_n, n_n, tl.cdiv(LQ, BM), FEATURES)
         for PHASE in tl.static_range(3):
             if exists(PHASE, FEATURES, False):
@@ -249,11 +247,10 @@ def query_side(
     s_o = HQ * DV
     o_offset = (i_b * LQ * HQ + i_h) * DV
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
-    bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-    t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-    mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
-    sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
-    head_seeds = seeds(SEED, i_b, i_h, FEATURES)
+    bias, t_bias, sight, head_seeds = selected(
+        BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+        i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
+    )  # fmt: skip
 
     o_r = tl.arange(0, BM)
     o_c = tl.arange(0, BN)

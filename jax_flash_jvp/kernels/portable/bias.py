@@ -13,13 +13,12 @@ from jax_flash_jvp.kernels.portable.scores import (
     has,
     lengths,
     load_rows,
-    matrix,
     products,
     scores,
     tangent_products,
     tangent_scores,
 )
-from jax_flash_jvp.kernels.portable.visibility import kept, seeds, thinned, visible
+from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, visible
 
 
 @triton.jit
@@ -81,10 +80,10 @@ def score_side(
         v_offset = i_b * s_vb * UNIT + i_h // GROUP * s_vh
         o_offset = (i_b * LQ * HQ + i_h) * DV
         query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
-        bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-        t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-        mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
-        sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
+        bias, t_bias, sight, head_seeds = selected(
+            BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+            i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
+        )  # fmt: skip
         row = i_m * BM
         column = i_n * BN
         o_m = (row + o_r)[:, None]
@@ -98,7 +97,7 @@ def score_side(
         b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
         b_p = tl.math.exp2(b_s - tl.load(LSE2 + x, mask=m_x, other=float("inf"))[:, None])
         b_p = tl.where(visible(o_m, o_n, sight, FEATURES), b_p, 0.0)
-        b_kept = kept(o_m, o_n, seeds(SEED, i_b, i_h, FEATURES), rate, FEATURES)
+        b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
         b_ds = -tl.load(DELTA + x, mask=m_x, other=0.0)[:, None]
         if HAS_DO:
             b_do = load_rows(DO + o_offset, row, s_o, o_r, o_v, query_end, DV, True)

@@ -18,7 +18,6 @@ from jax_flash_jvp.kernels.portable.scores import (
     lengths,
     load_rows,
     log2_sum_exp,
-    matrix,
     operand,
     products,
     query_block,
@@ -33,7 +32,7 @@ from jax_flash_jvp.kernels.portable.visibility import (
     kept,
     key_bounds,
     listed,
-    seeds,
+    selected,
     span,
     thinned,
     tile_list,
@@ -62,11 +61,10 @@ def forward(
     k_offset = i_b * s_kb * UNIT + i_h // GROUP * s_kh
     v_offset = i_b * s_vb * UNIT + i_h // GROUP * s_vh
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
-    bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-    t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-    mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
-    sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
-    head_seeds = seeds(SEED, i_b, i_h, FEATURES)
+    bias, t_bias, sight, head_seeds = selected(
+        BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+        i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
+    )  # fmt: skip
 
     o_r = tl.arange(0, BM)
     o_c = tl.arange(0, BN)
@@ -181,11 +179,10 @@ def tangent(
     k_offset = i_b * s_kb * UNIT + i_h // GROUP * s_kh
     v_offset = i_b * s_vb * UNIT + i_h // GROUP * s_vh
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
-    bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-    t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-    mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
-    sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
-    head_seeds = seeds(SEED, i_b, i_h, FEATURES)
+    bias, t_bias, sight, head_seeds = selected(
+        BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+        i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
+    )  # fmt: skip
 
     o_r = tl.arange(0, BM)
     o_c = tl.arange(0, BN)

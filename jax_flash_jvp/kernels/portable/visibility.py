@@ -192,3 +192,19 @@ def thinned(b_x, b_kept, FEATURES: tl.constexpr):
         return b_x * b_kept
     else:
         return b_x
+
+
+# ------------------------------------------------------------------------------------------------ one query head
+
+
+@triton.jit
+def selected(
+    BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+    i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """(bias, its tangent, what `visible` reads, what `kept` hashes) of this batch entry and query head."""
+    bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
+    t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
+    mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
+    sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
+    return bias, t_bias, sight, seeds(SEED, i_b, i_h, FEATURES)
