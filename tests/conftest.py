@@ -14,7 +14,10 @@ HAS_GPU = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
 
 # before JAX is imported
 flags = ["--xla_force_host_platform_device_count=2"]
-if not HAS_GPU:  # the time goes into compilation
+# the time goes into compilation
+if HAS_GPU:
+    flags += ["--xla_gpu_autotune_level=0"]
+else:
     flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # the older emitters, in a third of it; gone since
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]

@@ -115,11 +115,12 @@ def _compiled(compute: Callable, attention: Callable) -> Callable:
     return jax.jit(functools.partial(compute, attention), compiler_options=options)
 
 
-def assert_close(got: Any, exact: Any, naive: Any, largest_score: float = 0) -> None:
+def assert_close(got: Any, exact: Any, naive: Any, largest_score: float = 0, product_epsilon: float = 0) -> None:
     """Compare pytrees of results: `got` and `naive` in one dtype, `exact` in float64.
 
     A kernel that computes P = exp(S - ℓ) from a saved ℓ cannot know P better than S and ℓ are rounded: `largest_score`,
-    of |S|, adds that to the floor.
+    of |S|, adds that to the floor.  `product_epsilon`: to what the operands of a product are rounded, where that is
+    coarser than the dtype.
     """
     assert jax.tree.structure(got) == jax.tree.structure(exact)
     paths, exact = zip(*jax.tree_util.tree_leaves_with_path(exact), strict=True)
@@ -129,7 +130,8 @@ def assert_close(got: Any, exact: Any, naive: Any, largest_score: float = 0) -> 
         largest[e.ndim] = max(largest[e.ndim], np.abs(_finite(e)).max(initial=0))
     for path, g, n, e in zip(paths, got, naive, exact, strict=True):
         assert (g.shape, g.dtype) == (n.shape, n.dtype)
-        relative = float(jnp.finfo(n.dtype).eps + largest_score * jnp.finfo(jnp.promote_types(n.dtype, "float32")).eps)
+        epsilon = max(jnp.finfo(n.dtype).eps, product_epsilon)
+        relative = float(epsilon + largest_score * jnp.finfo(jnp.promote_types(n.dtype, "float32")).eps)
         g, n, e = (np.asarray(a, np.float64) for a in (g, n, e))
         np.testing.assert_array_equal(np.isneginf(g), np.isneginf(e))
         error, allowed = _error(g, e), 2 * _error(n, e) + FLOOR * relative * largest[e.ndim]
@@ -142,6 +144,7 @@ def assert_as_exact_as_naive(
     arrays: Sequence[Any],
     dtype: str,
     largest_score: float = 0,
+    product_epsilon: float = 0,
     naive: Callable = attention,
 ) -> None:
     """compute(attention, *arrays), with `result_of` as the attention, meets the rule above, which takes `naive` for it.
@@ -156,11 +159,11 @@ def assert_as_exact_as_naive(
     exact = evaluate(compute, naive, rounded, "float64")
     for name in exact if isinstance(exact, dict) else ():
         try:
-            assert_close(got[name], exact[name], rough[name], largest_score)
+            assert_close(got[name], exact[name], rough[name], largest_score, product_epsilon)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
     if not isinstance(exact, dict):
-        assert_close(got, exact, rough, largest_score)
+        assert_close(got, exact, rough, largest_score, product_epsilon)
 
 
 def _finite(a: Any) -> np.ndarray:

@@ -41,7 +41,7 @@ def everything(attention, *x, **arguments):
         o, t_o = jvp(f, x, tangents)
         return (o.sin() * t_o).sum()
 
-    tangents = tuple(normal(*a.shape, seed=3).to(a.dtype) for a in x)
+    tangents = tuple(normal(*a.shape, seed=3).to(a) for a in x)
     every = tuple(range(len(x)))
     return jvp(f, x, tangents), grad(lambda *x: (f(*x).sin()).sum(), every)(*x), grad(through, every)(*x)
 
