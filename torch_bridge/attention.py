@@ -86,11 +86,14 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, CausalBias):
         is_causal, lower_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
         causal_alignment, attn_mask = "lower_right" if lower_right else "upper_left", None
-    selection, options = (query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids), ()
+    options: tuple[str, ...] = ()
     if dropout_p or causal_alignment != "upper_left" or local_window_size is not None or logits_soft_cap is not None:
         options = _options(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
-    if any(a is not None for a in (*selection, sinks)):
-        _check_devices(query, zip((*SELECTABLE, "sinks"), (*selection, sinks), strict=True))
+    selection = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
+    if any(a is not None for a in selection):
+        _check_devices(query, zip(SELECTABLE, selection, strict=True))
+    else:
+        selection = ()
     return _attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks)
 
 
@@ -141,8 +144,9 @@ def _options(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
 def _select(selection, options, q: Tensor, k: Tensor) -> tuple[Tensor | None, str]:
     """The selection and the options of an operator."""
     dropout = any(word.startswith("dropout=") for word in options)
-    if not dropout and all(a is None for a in selection):
+    if not dropout and not selection:
         return None, " ".join(options)
+    selection = selection or (None,) * 4
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
     new = lambda *shape: q.new_zeros((batch, *shape), dtype=torch.int32)
     parts = [new() if a is None else a for a in selection[:2]]
@@ -161,7 +165,7 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _attend(
-    query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(None,) * 4, sinks=None
+    query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None
 ) -> Tensor:
     x = query, key, value
     _check_devices(query, zip(("query", "key", "value", "attn_mask"), (*x, mask), strict=True))
@@ -179,14 +183,19 @@ def _attend(
         mask = _four_dimensional(mask, (*rows, x[1].shape[-2]))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
     _check(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
-    if any(a is not None for a in selection):
+    if selection:
         described = (_Described(a.shape[::2] + a.shape[1::2], a.dtype) for a in (q, k, v))
         check_operands(Operands(*described, None, None, *selection))
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}")
+    if sinks is not None:
+        _check_devices(query, (("sinks", sinks),))
+        if sinks.shape != q.shape[1:2]:
+            raise ValueError(
+                f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
+            )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    static = *_select(selection, options, q, k), torch.compiler.is_compiling()
-    o, log_sum_exp = ops.forward(q, k, v, mask, static[0], bool(is_causal), scale, *static[1:])
+    selected, options = _select(selection, options, q, k) if selection or options else (None, "")
+    compiled = torch.compiler.is_compiling()
+    o, log_sum_exp = ops.forward(q, k, v, mask, selected, bool(is_causal), scale, options, compiled)
     if sinks is not None:
         o = _with_sinks(o, log_sum_exp, sinks)
     return o if whole else o.reshape(*rows, v.shape[-1])
