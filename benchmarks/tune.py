@@ -36,7 +36,7 @@ HEADS = {64: 32, 128: 24}
 
 def candidates(job: str, head_dim: int) -> list[Tile]:
     """(block_m, block_n, warps, stages)"""
-    small = head_dim <= 64
+    small = head_dim <= 96
     spans = {
         "forward": [(128, 128), (128, 64), (64, 64), (64, 128)] + ([] if small else [(128, 32)]),
         "forward_dual": [(128, 128), (128, 64), (64, 64), (64, 128)]

@@ -3,6 +3,9 @@
 import collections
 import functools
 import importlib.metadata
+import importlib.util
+import inspect
+import itertools
 import os
 import pathlib
 
@@ -124,3 +127,23 @@ def check(eager_kernels, jitted_kernels):
                 assert jitted_kernels(compiled, *args) == named(kernels if jitted is None else jitted)
 
     return check
+
+
+@pytest.fixture
+def broken_kernels(tmp_path, monkeypatch):
+    """broken_kernels(module, old, new): the portable kernels, with that change in the source of one of their modules."""
+    from jax_flash_jvp.kernels.portable import backward, bias, forward, visibility
+
+    def replace(module, old, new):
+        source = inspect.getsource(module)
+        assert old in source
+        path = tmp_path / "broken.py"
+        path.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location("broken", path)
+        broken = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(broken)
+        for user, name in itertools.product((forward, backward, bias, visibility), vars(broken)):
+            if hasattr(user, name) and not name.startswith("__"):
+                monkeypatch.setattr(user, name, getattr(broken, name))
+
+    return replace

@@ -11,6 +11,7 @@ import pytest
 import oracle
 import support
 from jax_flash_jvp import dot_product_attention
+from jax_flash_jvp.kernels.portable import backward, bias, forward, scores, visibility
 
 
 def lengths(*numbers):
@@ -47,7 +48,7 @@ def make_cases(m: int) -> dict[str, dict]:
         "segments": both(*segments),
         "segments-causal": dict(**both(*segments), is_causal=True),
         "window": dict(local_window_size=(5 * m, 3 * m)),
-        "window-left": dict(local_window_size=(19 * m, None)),
+        "window-left": dict(local_window_size=(6 * m, None)),
         "window-right": dict(local_window_size=(None, 2)),
         "window-causal": dict(local_window_size=(17 * m, 0), is_causal=True, causal_alignment="lower_right"),
         "window-wide": dict(local_window_size=(30 * m, 20 * m), key_value_seq_lengths=lengths(S, 30 * m)),
@@ -210,6 +211,30 @@ def mixture(seed: int) -> dict:
 def test_mixtures(seed, implementation, record_property):
     record_property("supports", support.claim("everything", f"JAX, {COLUMNS[implementation]}, float32"))
     check(mixture(seed), implementation, "float32")
+
+
+MUTANTS = {
+    "dropout-not-of-values": (forward, "b_pv = thinned(b_p, b_kept, FEATURES)", "b_pv = b_p", "dropout"),
+    "dropout-not-of-tangent": (forward, "b_pt = thinned(b_pt, b_kept, FEATURES)", "b_pt = b_pt", "dropout"),
+    "dropout-not-of-cotangent": (
+        backward, "thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)", "products(b_do, b_v, PRECISION)", "dropout",
+    ),
+    "cap-without-tangent": (scores, "b_ts *= 1.0 - b_u * b_u", "b_ts *= 1.0", "soft-cap"),
+    "cap-without-curvature": (backward, "(2.0 * scale / cap)", "(0.0 * scale / cap)", "soft-cap"),
+    "bias-without-tangent": (scores, "b_ts += load_scores(t_bias", "b_ts += 0.0 * load_scores(t_bias", "bias"),
+    "bias-gradient-without-tangent": (bias, "b_tds += b_ds * (b_w", "b_tds += 0.0 * b_ds * (b_w", "bias"),
+    "window-by-one": (visibility, "o_n >= o_m - left", "o_n > o_m - left", "window-left"),
+    "window-stops-early": (visibility, "i_n * BN + BN + left", "i_n * BN + left", "long-window"),
+    "segments-of-keys": (visibility, "b_seen &= b_queries == tl", "b_seen &= b_queries >= tl", "segments"),
+    "tile-not-listed": (visibility, "range(n_tiles):", "range(n_tiles - 1):", "mask"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "old", "new", "case"), MUTANTS.values(), ids=MUTANTS)
+def test_broken_kernels_fail(module, old, new, case, broken_kernels):
+    broken_kernels(module, old, new)
+    with pytest.raises(AssertionError, match="error"):
+        check(CASES[case], "interpret", "float32")
 
 
 @pytest.mark.gpu

@@ -248,6 +248,22 @@ def test_long_sequences(head_dim, causal, family):
         oracle.assert_close(got, exact, naive)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_very_long_sequence(family):
+    """L = 131072: a query attends on its own, so that a few of them tell."""
+    x, tx, _ = operands((1, 2**17, 2**17, 1, 1, 64, False))
+    x, tx = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(np.float64), (x, tx))
+    rows = np.array([0, *range(63, 2**17, 4099), 2**17 - 1])
+
+    def job(attention, x, tx):
+        return jax.jvp(attention, x, tx), jax.linearize(attention, *x)[1](*tx)
+
+    few = [(q[:, rows], *rest) for q, *rest in (x, tx)]
+    got = jax.tree.map(lambda a: a[:, rows], oracle.evaluate(job, by(family), (x, tx), "bfloat16"))
+    naive, exact = (oracle.evaluate(job, oracle.attention, few, dtype) for dtype in ("bfloat16", "float64"))
+    oracle.assert_close(got, exact, naive)
+
+
 def test_consistency_step_under_transformations():
     """A model of three layers: JVP with a stopped tangent, then its gradient, in scan, remat and vmap."""
     rng = np.random.default_rng(0)

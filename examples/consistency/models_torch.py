@@ -37,6 +37,16 @@ class Linear(nn.Linear):
         return F.linear(x.to(self.dtype), self.weight.to(self.dtype), self.bias.to(self.dtype))
 
 
+class LayerNorm(nn.LayerNorm):
+    """Computes in float32: on a GPU the tangent of a bfloat16 one would come out in float32 beside a bfloat16 value."""
+
+    def __init__(self, width: int):
+        super().__init__(width, eps=1e-6, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
 class TimeEmbedding(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype):
         super().__init__()
@@ -57,7 +67,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.attention = heads, attention
         self.modulation = Linear(width, 6 * width, dtype, zeros=True)
-        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.norm = LayerNorm(width)
         self.query_key_value = Linear(width, 3 * width, dtype)
         self.project = Linear(width, width, dtype)
         self.expand = Linear(width, 4 * width, dtype)
@@ -93,7 +103,7 @@ class DiffusionTransformer(nn.Module):
         self.positions = nn.Parameter(torch.tensor(position_waves(self.side, width)))
         attention = ATTENTIONS[config.attention]
         self.blocks = nn.ModuleList(Block(width, config.heads, attention, dtype) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.norm = LayerNorm(width)
         self.modulation = Linear(width, 2 * width, dtype, zeros=True)
         self.out = Linear(width, config.patch**2, torch.float32, zeros=True)
 

@@ -33,14 +33,14 @@ FORWARD_DUAL = {64: Ring(128, 8, False, False), 128: Ring(64, 8, False, True)}
 KEY_SIDE = {
     (64, "plain"): Ring(64, 8, False, True), (128, "plain"): Ring(64, 6, False, True),
     (64, "dual"): Ring(32, 16, False, True),
-    (64, "tangent"): Ring(64, 8, False, True), (128, "tangent"): Ring(32, 12, True, True),
+    (64, "tangent"): Ring(64, 8, False, False), (128, "tangent"): Ring(32, 12, True, True),
 }  # fmt: skip
 VALUES_DUAL = {128: Ring(64, 8, False, False)}
 KEYS_DUAL = {128: Ring(32, 12, False, True)}
 QUERY_SIDE = {
     (64, "plain"): Ring(128, 6, False, False), (128, "plain"): Ring(128, 4, False, True),
     (64, "dual"): Ring(64, 12, True, False), (128, "dual"): Ring(32, 8, True, True),
-    (64, "tangent"): Ring(64, 12, True, False), (128, "tangent"): Ring(64, 6, False, True),
+    (64, "tangent"): Ring(64, 10, True, False), (128, "tangent"): Ring(64, 6, False, True),
 }  # fmt: skip
 
 

@@ -20,16 +20,19 @@ import triton
 import triton.language as tl
 
 from jax_flash_jvp.kernels.portable.scores import (
+    accumulated,
     has,
+    inner,
     lengths,
     load_rows,
     load_statistic,
     log2_sum_exp,
-    operand,
     products,
     query_block,
+    scaled,
     scores,
     store_rows,
+    sums,
     tangent_products,
     tangent_scores,
     under_cap,
@@ -53,35 +56,34 @@ def statistics(
     O, TO, DO, TDO, LSE, D_LSE, TD_LSE,
     HQ, LQ,
     LSE2, DELTA, T_DELTA,
-    DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    DV: tl.constexpr, BM: tl.constexpr,
     HAS_TANGENT: tl.constexpr, HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_TD_LSE: tl.constexpr,
 ):  # fmt: skip
     """δ = rowsum(d_o∘o) − d_ℓ and its tangent, which the other kernels take off dP and ḋP, and ℓ in base 2."""
     i_m, i_bh = query_block(LQ, HQ, BM, "")
     o_r = tl.arange(0, BM)
-    o_v = tl.arange(0, BDV)
     row = i_m * BM
     x = i_bh * LQ + row + o_r
     m_x = row + o_r < LQ
     s_o = HQ * DV
     o_offset = (i_bh // HQ * LQ * HQ + i_bh % HQ) * DV
-    b_o = load_rows(O + o_offset, row, s_o, o_r, o_v, LQ, DV, True).to(tl.float32)
+    b_o = load_rows(O + o_offset, row, s_o, o_r, LQ, DV, True)
     tl.store(LSE2 + x, log2_sum_exp(tl.load(LSE + x, mask=m_x)), mask=m_x)
     b_delta = tl.zeros([BM], tl.float32)
     if HAS_DO:
-        b_do = load_rows(DO + o_offset, row, s_o, o_r, o_v, LQ, DV, True).to(tl.float32)
-        b_delta += tl.sum(b_do * b_o, 1)
+        b_do = load_rows(DO + o_offset, row, s_o, o_r, LQ, DV, True)
+        b_delta += inner(b_do, b_o)
     if HAS_D_LSE:
         b_delta -= tl.load(D_LSE + x, mask=m_x, other=0.0)
     tl.store(DELTA + x, b_delta, mask=m_x)
     if HAS_TANGENT:
         b_t_delta = tl.zeros([BM], tl.float32)
         if HAS_DO:
-            b_to = load_rows(TO + o_offset, row, s_o, o_r, o_v, LQ, DV, True).to(tl.float32)
-            b_t_delta += tl.sum(b_do * b_to, 1)
+            b_to = load_rows(TO + o_offset, row, s_o, o_r, LQ, DV, True)
+            b_t_delta += inner(b_do, b_to)
         if HAS_TDO:
-            b_tdo = load_rows(TDO + o_offset, row, s_o, o_r, o_v, LQ, DV, True).to(tl.float32)
-            b_t_delta += tl.sum(b_tdo * b_o, 1)
+            b_tdo = load_rows(TDO + o_offset, row, s_o, o_r, LQ, DV, True)
+            b_t_delta += inner(b_tdo, b_o)
         if HAS_TD_LSE:
             b_t_delta -= tl.load(TD_LSE + x, mask=m_x, other=0.0)
         tl.store(T_DELTA + x, b_t_delta, mask=m_x)
@@ -93,8 +95,7 @@ def key_side(
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
     D_K, D_V, TD_K, TD_V,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
@@ -119,21 +120,19 @@ def key_side(
 
     o_c = tl.arange(0, BM)
     o_r = tl.arange(0, BN)
-    o_d = tl.arange(0, BD)
-    o_v = tl.arange(0, BDV)
     o_n = (i_n * BN + o_r)[:, None]
-    b_k = load_rows(K + k_offset, i_n * BN, s_k, o_r, o_d, key_end, D, True)  # [BN, BD]
+    b_k = load_rows(K + k_offset, i_n * BN, s_k, o_r, key_end, D, True)  # [BN, D]
     b_tk = b_k
     if HAS_TK:
-        b_tk = load_rows(TK + k_offset, i_n * BN, s_k, o_r, o_d, key_end, D, True)
+        b_tk = load_rows(TK + k_offset, i_n * BN, s_k, o_r, key_end, D, True)
     if WANT_K or WANT_TK or WANT_TV:
-        b_v = load_rows(V + v_offset, i_n * BN, s_v, o_r, o_v, key_end, DV, True)
+        b_v = load_rows(V + v_offset, i_n * BN, s_v, o_r, key_end, DV, True)
         if HAS_TV:
-            b_tv = load_rows(TV + v_offset, i_n * BN, s_v, o_r, o_v, key_end, DV, True)
-    b_dk = tl.zeros([BN, BD], tl.float32) if WANT_K else 0.0
-    b_dv = tl.zeros([BN, BDV], tl.float32) if WANT_V else 0.0
-    b_tdk = tl.zeros([BN, BD], tl.float32) if WANT_TK else 0.0
-    b_tdv = tl.zeros([BN, BDV], tl.float32) if WANT_TV else 0.0
+            b_tv = load_rows(TV + v_offset, i_n * BN, s_v, o_r, key_end, DV, True)
+    b_dk = sums(BN, D) if WANT_K else 0.0
+    b_dv = sums(BN, DV) if WANT_V else 0.0
+    b_tdk = sums(BN, D) if WANT_TK else 0.0
+    b_tdv = sums(BN, DV) if WANT_TV else 0.0
 
     start, first, whole, stop = query_bounds(i_n, query_end, key_end, left, right, BM, BN, FEATURES)
     for i_g in range(GROUP):
@@ -154,7 +153,7 @@ def key_side(
                     o_m = (row + o_c)[None, :]
                     x = i_q * LQ + row + o_c
                     m_x = row + o_c < query_end
-                    b_q = load_rows(Q + q_offset, row, s_q, o_c, o_d, query_end, D, RAGGED)  # [BM, BD]
+                    b_q = load_rows(Q + q_offset, row, s_q, o_c, query_end, D, RAGGED)  # [BM, D]
                     lse2 = load_statistic(LSE2, x, m_x, float("inf"), RAGGED)
                     b_s = products(b_k, b_q, PRECISION)  # [BN, BM]
                     b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
@@ -164,7 +163,7 @@ def key_side(
                     b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                     b_pv = thinned(b_p, b_kept, FEATURES)
                     if HAS_TQ:
-                        b_tq = load_rows(TQ + q_offset, row, s_q, o_c, o_d, query_end, D, RAGGED)
+                        b_tq = load_rows(TQ + q_offset, row, s_q, o_c, query_end, D, RAGGED)
                     else:
                         b_tq = b_q
                     if HAS_TS and (WANT_TK or WANT_TV):
@@ -172,19 +171,15 @@ def key_side(
                         b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                         b_w -= load_statistic(MU, x, m_x, 0.0, RAGGED)[None, :]
                     if HAS_DO:
-                        b_do = load_rows(DO + o_offset, row, s_o, o_c, o_v, query_end, DV, RAGGED)
+                        b_do = load_rows(DO + o_offset, row, s_o, o_c, query_end, DV, RAGGED)
                         if WANT_V:
-                            b_dv = tl.dot(operand(b_pv, b_do.dtype, PRECISION), b_do, b_dv, input_precision=PRECISION)
+                            b_dv = accumulated(b_dv, b_pv, b_do, PRECISION)
                         if HAS_TS and WANT_TV:
-                            b_tdv = tl.dot(
-                                operand(b_pv * b_w, b_do.dtype, PRECISION), b_do, b_tdv, input_precision=PRECISION
-                            )
+                            b_tdv = accumulated(b_tdv, b_pv * b_w, b_do, PRECISION)
                     if HAS_TDO:
-                        b_tdo = load_rows(TDO + o_offset, row, s_o, o_c, o_v, query_end, DV, RAGGED)
+                        b_tdo = load_rows(TDO + o_offset, row, s_o, o_c, query_end, DV, RAGGED)
                         if WANT_TV:
-                            b_tdv = tl.dot(
-                                operand(b_pv, b_tdo.dtype, PRECISION), b_tdo, b_tdv, input_precision=PRECISION
-                            )
+                            b_tdv = accumulated(b_tdv, b_pv, b_tdo, PRECISION)
                     if WANT_K or WANT_TK:
                         b_ds = -load_statistic(DELTA, x, m_x, 0.0, RAGGED)[None, :]
                         if HAS_DO:
@@ -192,7 +187,7 @@ def key_side(
                         b_ds = b_p * b_ds
                         b_dx = under_cap(b_ds, b_u, FEATURES)
                         if WANT_K:
-                            b_dk = tl.dot(operand(b_dx, b_q.dtype, PRECISION), b_q, b_dk, input_precision=PRECISION)
+                            b_dk = accumulated(b_dk, b_dx, b_q, PRECISION)
                         if WANT_TK:
                             b_tds = -load_statistic(T_DELTA, x, m_x, 0.0, RAGGED)[None, :]
                             if HAS_TDO:
@@ -205,22 +200,20 @@ def key_side(
                             b_tdx = under_cap(b_tds, b_u, FEATURES)
                             if has(FEATURES, "cap") and HAS_TS:
                                 b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
-                            b_tdk = tl.dot(operand(b_tdx, b_q.dtype, PRECISION), b_q, b_tdk, input_precision=PRECISION)
+                            b_tdk = accumulated(b_tdk, b_tdx, b_q, PRECISION)
                             if HAS_TQ:
-                                b_tdk = tl.dot(
-                                    operand(b_dx, b_q.dtype, PRECISION), b_tq, b_tdk, input_precision=PRECISION
-                                )
+                                b_tdk = accumulated(b_tdk, b_dx, b_tq, PRECISION)
 
     k_offset = (i_b * LK * HK + i_h) * D
     v_offset = (i_b * LK * HK + i_h) * DV
     if WANT_K:
-        store_rows(D_K + k_offset, i_n * BN, HK * D, o_r, o_d, LK, D, b_dk * scale)
+        store_rows(D_K + k_offset, i_n * BN, HK * D, o_r, LK, D, scaled(b_dk, scale))
     if WANT_V:
-        store_rows(D_V + v_offset, i_n * BN, HK * DV, o_r, o_v, LK, DV, b_dv)
+        store_rows(D_V + v_offset, i_n * BN, HK * DV, o_r, LK, DV, b_dv)
     if WANT_TK:
-        store_rows(TD_K + k_offset, i_n * BN, HK * D, o_r, o_d, LK, D, b_tdk * scale)
+        store_rows(TD_K + k_offset, i_n * BN, HK * D, o_r, LK, D, scaled(b_tdk, scale))
     if WANT_TV:
-        store_rows(TD_V + v_offset, i_n * BN, HK * DV, o_r, o_v, LK, DV, b_tdv)
+        store_rows(TD_V + v_offset, i_n * BN, HK * DV, o_r, LK, DV, b_tdv)
 
 
 @triton.jit
@@ -229,8 +222,7 @@ def query_side(
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
     D_Q, TD_Q,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
@@ -254,26 +246,24 @@ def query_side(
 
     o_r = tl.arange(0, BM)
     o_c = tl.arange(0, BN)
-    o_d = tl.arange(0, BD)
-    o_v = tl.arange(0, BDV)
     o_m = (i_m * BM + o_r)[:, None]
     x = i_bh * LQ + i_m * BM + o_r
     m_x = i_m * BM + o_r < query_end
-    b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, o_d, query_end, D, True)  # [BM, BD]
+    b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, query_end, D, True)  # [BM, D]
     b_tq = b_q
     if HAS_TQ:
-        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, o_d, query_end, D, True)
+        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
     if HAS_DO:
-        b_do = load_rows(DO + o_offset, i_m * BM, s_o, o_r, o_v, query_end, DV, True)
+        b_do = load_rows(DO + o_offset, i_m * BM, s_o, o_r, query_end, DV, True)
     if HAS_TDO:
-        b_tdo = load_rows(TDO + o_offset, i_m * BM, s_o, o_r, o_v, query_end, DV, True)
+        b_tdo = load_rows(TDO + o_offset, i_m * BM, s_o, o_r, query_end, DV, True)
     lse2 = tl.load(LSE2 + x, mask=m_x, other=float("inf"))
     delta = tl.load(DELTA + x, mask=m_x, other=0.0)
     if WANT_TQ:
         t_delta = tl.load(T_DELTA + x, mask=m_x, other=0.0)
         mu = tl.load(MU + x, mask=m_x, other=0.0)
-    b_dq = tl.zeros([BM, BD], tl.float32) if WANT_Q else 0.0
-    b_tdq = tl.zeros([BM, BD], tl.float32) if WANT_TQ else 0.0
+    b_dq = sums(BM, D) if WANT_Q else 0.0
+    b_tdq = sums(BM, D) if WANT_TQ else 0.0
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
@@ -283,8 +273,8 @@ def query_side(
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
-                b_k = load_rows(K + k_offset, row, s_k, o_c, o_d, key_end, D, PHASE > 0)
-                b_v = load_rows(V + v_offset, row, s_v, o_c, o_v, key_end, DV, PHASE > 0)
+                b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                b_v = load_rows(V + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
                 b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                 b_p = tl.math.exp2(b_s - lse2[:, None])
@@ -297,16 +287,16 @@ def query_side(
                 b_ds = b_p * b_ds
                 b_dx = under_cap(b_ds, b_u, FEATURES)
                 if WANT_Q:
-                    b_dq = tl.dot(operand(b_dx, b_k.dtype, PRECISION), b_k, b_dq, input_precision=PRECISION)
+                    b_dq = accumulated(b_dq, b_dx, b_k, PRECISION)
                 if WANT_TQ:
                     b_tk = b_k
                     if HAS_TK:
-                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, o_d, key_end, D, PHASE > 0)
+                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                     b_tds = -t_delta[:, None]
                     if HAS_TDO:
                         b_tds += thinned(products(b_tdo, b_v, PRECISION), b_kept, FEATURES)
                     if HAS_TV and HAS_DO:
-                        b_tv = load_rows(TV + v_offset, row, s_v, o_c, o_v, key_end, DV, PHASE > 0)
+                        b_tv = load_rows(TV + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
                         b_tds += thinned(products(b_do, b_tv, PRECISION), b_kept, FEATURES)
                     b_tds = b_p * b_tds
                     if HAS_TS:
@@ -316,12 +306,12 @@ def query_side(
                     b_tdx = under_cap(b_tds, b_u, FEATURES)
                     if has(FEATURES, "cap") and HAS_TS:
                         b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
-                    b_tdq = tl.dot(operand(b_tdx, b_k.dtype, PRECISION), b_k, b_tdq, input_precision=PRECISION)
+                    b_tdq = accumulated(b_tdq, b_tdx, b_k, PRECISION)
                     if HAS_TK:
-                        b_tdq = tl.dot(operand(b_dx, b_k.dtype, PRECISION), b_tk, b_tdq, input_precision=PRECISION)
+                        b_tdq = accumulated(b_tdq, b_dx, b_tk, PRECISION)
 
     q_offset = (i_b * LQ * HQ + i_h) * D
     if WANT_Q:
-        store_rows(D_Q + q_offset, i_m * BM, HQ * D, o_r, o_d, LQ, D, b_dq * scale)
+        store_rows(D_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_dq, scale))
     if WANT_TQ:
-        store_rows(TD_Q + q_offset, i_m * BM, HQ * D, o_r, o_d, LQ, D, b_tdq * scale)
+        store_rows(TD_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_tdq, scale))

@@ -28,8 +28,7 @@ def score_side(
     scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
     n_b, n_h,
     D_BIAS, TD_BIAS,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
     FEATURES: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
@@ -61,8 +60,6 @@ def score_side(
 
     o_r = tl.arange(0, BM)
     o_c = tl.arange(0, BN)
-    o_d = tl.arange(0, BD)
-    o_v = tl.arange(0, BDV)
     b_sum = tl.zeros([BM, BN], tl.float32)
     b_tsum = tl.zeros([BM, BN], tl.float32)
     for i in range(n_tiles):
@@ -90,9 +87,9 @@ def score_side(
         o_n = (column + o_c)[None, :]
         x = (i_b * HQ + i_h) * LQ + row + o_r
         m_x = row + o_r < query_end
-        b_q = load_rows(Q + q_offset, row, s_q, o_r, o_d, query_end, D, True)
-        b_k = load_rows(K + k_offset, column, s_k, o_c, o_d, key_end, D, True)
-        b_v = load_rows(V + v_offset, column, s_v, o_c, o_v, key_end, DV, True)
+        b_q = load_rows(Q + q_offset, row, s_q, o_r, query_end, D, True)
+        b_k = load_rows(K + k_offset, column, s_k, o_c, key_end, D, True)
+        b_v = load_rows(V + v_offset, column, s_v, o_c, key_end, DV, True)
         b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
         b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
         b_p = tl.math.exp2(b_s - tl.load(LSE2 + x, mask=m_x, other=float("inf"))[:, None])
@@ -100,26 +97,26 @@ def score_side(
         b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
         b_ds = -tl.load(DELTA + x, mask=m_x, other=0.0)[:, None]
         if HAS_DO:
-            b_do = load_rows(DO + o_offset, row, s_o, o_r, o_v, query_end, DV, True)
+            b_do = load_rows(DO + o_offset, row, s_o, o_r, query_end, DV, True)
             b_ds += thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
         b_ds = b_p * b_ds
         b_sum += b_ds
         if WANT_T:
             b_tds = -tl.load(T_DELTA + x, mask=m_x, other=0.0)[:, None]
             if HAS_TDO:
-                b_tdo = load_rows(TDO + o_offset, row, s_o, o_r, o_v, query_end, DV, True)
+                b_tdo = load_rows(TDO + o_offset, row, s_o, o_r, query_end, DV, True)
                 b_tds += thinned(products(b_tdo, b_v, PRECISION), b_kept, FEATURES)
             if HAS_TV and HAS_DO:
-                b_tv = load_rows(TV + v_offset, column, s_v, o_c, o_v, key_end, DV, True)
+                b_tv = load_rows(TV + v_offset, column, s_v, o_c, key_end, DV, True)
                 b_tds += thinned(products(b_do, b_tv, PRECISION), b_kept, FEATURES)
             b_tds = b_p * b_tds
             if HAS_TS:
                 b_tq = b_q
                 if HAS_TQ:
-                    b_tq = load_rows(TQ + q_offset, row, s_q, o_r, o_d, query_end, D, True)
+                    b_tq = load_rows(TQ + q_offset, row, s_q, o_r, query_end, D, True)
                 b_tk = b_k
                 if HAS_TK:
-                    b_tk = load_rows(TK + k_offset, column, s_k, o_c, o_d, key_end, D, True)
+                    b_tk = load_rows(TK + k_offset, column, s_k, o_c, key_end, D, True)
                 b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
                 b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                 b_tds += b_ds * (b_w - tl.load(MU + x, mask=m_x, other=0.0)[:, None])

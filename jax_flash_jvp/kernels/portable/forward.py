@@ -4,7 +4,7 @@
     ȯ = (P∘Ṡ) V + P V̇ − μ∘o                  μ = rowsum(P∘Ṡ)             Ṡ = σ (Q̇ Kᵀ + Q K̇ᵀ) + ḃias
 
 One pass over the keys with an online softmax (arXiv:2307.08691, algorithm 1).  (P∘Ṡ)V and P V̇ are rescaled alike, so they
-share an accumulator, and μ∘o is taken off at the end: two [BM, BDV] accumulators in all.  Ṡ and μ are counted from a constant
+share an accumulator, and μ∘o is taken off at the end: two [BM, DV] accumulators in all.  Ṡ and μ are counted from a constant
 of each row, which cancels (`tangent_center`).  Dropout takes from P, after μ is summed, what meets V and V̇.
 """
 
@@ -14,18 +14,21 @@ import triton.language as tl
 from jax_flash_jvp.kernels.portable.scores import (
     LN2,
     LOG2E,
+    accumulated,
     has,
     lengths,
     load_rows,
     log2_sum_exp,
-    operand,
     products,
     query_block,
+    scaled,
     scores,
     store_rows,
+    sums,
     tangent_center,
     tangent_products,
     tangent_scores,
+    without,
 )
 from jax_flash_jvp.kernels.portable.visibility import (
     exists,
@@ -45,8 +48,7 @@ def forward(
     Q, K, V, TQ, TK, TV, BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
     O, LSE, TO, MU,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr, NEGATIVE: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
@@ -68,28 +70,26 @@ def forward(
 
     o_r = tl.arange(0, BM)
     o_c = tl.arange(0, BN)
-    o_d = tl.arange(0, BD)
-    o_v = tl.arange(0, BDV)
     o_m = (i_m * BM + o_r)[:, None]
     x = i_bh * LQ + i_m * BM + o_r
     m_x = i_m * BM + o_r < LQ
-    b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, o_d, query_end, D, True)  # [BM, BD]
+    b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, query_end, D, True)  # [BM, D]
     b_tq = b_q
     if HAS_TQ:
-        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, o_d, query_end, D, True)
+        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
     b_m = tl.full([BM], -float("inf"), tl.float32)  # the running maximum, base 2
     b_l = tl.zeros([BM], tl.float32)
-    b_o = tl.zeros([BM, BDV], tl.float32)
+    b_o = sums(BM, DV)
     b_mu = tl.zeros([BM], tl.float32)
-    b_to = tl.zeros([BM, BDV], tl.float32) if HAS_TANGENT else 0.0
+    b_to = sums(BM, DV) if HAS_TANGENT else 0.0
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
     if HAS_TS:
-        b_k = load_rows(K + k_offset, start, s_k, o_c, o_d, key_end, D, True)
+        b_k = load_rows(K + k_offset, start, s_k, o_c, key_end, D, True)
         b_tk = b_k
         if HAS_TK:
-            b_tk = load_rows(TK + k_offset, start, s_k, o_c, o_d, key_end, D, True)
+            b_tk = load_rows(TK + k_offset, start, s_k, o_c, key_end, D, True)
         b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
         o_n = (start + o_c)[None, :]
         b_ts = tangent_scores(b_ts, 0.0, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
@@ -100,12 +100,12 @@ def forward(
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
-                b_k = load_rows(K + k_offset, row, s_k, o_c, o_d, key_end, D, PHASE > 0)
+                b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
                 if HAS_TS:  # before the softmax, so that the tensor cores work while it runs
                     b_tk = b_k
                     if HAS_TK:
-                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, o_d, key_end, D, PHASE > 0)
+                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                     b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
 
                 b_u = 0.0
@@ -128,31 +128,33 @@ def forward(
                 b_l = b_l * alpha + tl.sum(b_p, 1)
                 b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                 b_pv = thinned(b_p, b_kept, FEATURES)
-                b_v = load_rows(V + v_offset, row, s_v, o_c, o_v, key_end, DV, PHASE > 0)
-                b_o = tl.dot(operand(b_pv, b_v.dtype, PRECISION), b_v, b_o * alpha[:, None], input_precision=PRECISION)
+                b_v = load_rows(V + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
+                b_o = accumulated(scaled(b_o, alpha[:, None]), b_pv, b_v, PRECISION)
 
                 if HAS_TANGENT:
-                    b_to = b_to * alpha[:, None]
+                    b_to = scaled(b_to, alpha[:, None])
                 if HAS_TV:
-                    b_tv = load_rows(TV + v_offset, row, s_v, o_c, o_v, key_end, DV, PHASE > 0)
-                    b_to = tl.dot(operand(b_pv, b_v.dtype, PRECISION), b_tv, b_to, input_precision=PRECISION)
+                    b_tv = load_rows(TV + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
+                    b_to = accumulated(b_to, b_pv, b_tv, PRECISION)
                 if HAS_TS:
                     b_ts = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                     b_pt = b_p * (b_ts - b_c[:, None])
                     b_mu = b_mu * alpha + tl.sum(b_pt, 1)
                     b_pt = thinned(b_pt, b_kept, FEATURES)
-                    b_to = tl.dot(operand(b_pt, b_v.dtype, PRECISION), b_v, b_to, input_precision=PRECISION)
+                    b_to = accumulated(b_to, b_pt, b_v, PRECISION)
 
     lse = (b_m + tl.math.log2(b_l)) * LN2
     b_l = tl.where(b_l == 0.0, 1.0, b_l)  # a row that sees nothing: zeros, ℓ = −∞
-    b_o = b_o / b_l[:, None]
+    b_o = scaled(b_o, 1.0 / b_l[:, None])
     s_o = HQ * DV
     o_offset = (i_b * LQ * HQ + i_h) * DV
-    store_rows(O + o_offset, i_m * BM, s_o, o_r, o_v, LQ, DV, b_o)
+    store_rows(O + o_offset, i_m * BM, s_o, o_r, LQ, DV, b_o)
     tl.store(LSE + x, lse, mask=m_x)
     if HAS_TANGENT:
         b_mu = b_mu / b_l
-        store_rows(TO + o_offset, i_m * BM, s_o, o_r, o_v, LQ, DV, b_to / b_l[:, None] - b_mu[:, None] * b_o)
+        store_rows(
+            TO + o_offset, i_m * BM, s_o, o_r, LQ, DV, without(scaled(b_to, 1.0 / b_l[:, None]), b_mu[:, None], b_o)
+        )
         if HAS_TS:
             b_mu += tl.where(lse == -float("inf"), 0.0, b_c)
         tl.store(MU + x, b_mu, mask=m_x)
@@ -163,8 +165,7 @@ def tangent(
     Q, K, V, TQ, TK, TV, O, LSE, BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
     TO, MU,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
@@ -186,26 +187,24 @@ def tangent(
 
     o_r = tl.arange(0, BM)
     o_c = tl.arange(0, BN)
-    o_d = tl.arange(0, BD)
-    o_v = tl.arange(0, BDV)
     o_m = (i_m * BM + o_r)[:, None]
     x = i_bh * LQ + i_m * BM + o_r
     m_x = i_m * BM + o_r < LQ
-    b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, o_d, query_end, D, True)  # [BM, BD]
+    b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, query_end, D, True)  # [BM, D]
     b_tq = b_q
     if HAS_TQ:
-        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, o_d, query_end, D, True)
+        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
     lse2 = log2_sum_exp(tl.load(LSE + x, mask=m_x, other=float("inf")))
     b_mu = tl.zeros([BM], tl.float32)
-    b_to = tl.zeros([BM, BDV], tl.float32)
+    b_to = sums(BM, DV)
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
     if HAS_TS:
-        b_k = load_rows(K + k_offset, start, s_k, o_c, o_d, key_end, D, True)
+        b_k = load_rows(K + k_offset, start, s_k, o_c, key_end, D, True)
         b_tk = b_k
         if HAS_TK:
-            b_tk = load_rows(TK + k_offset, start, s_k, o_c, o_d, key_end, D, True)
+            b_tk = load_rows(TK + k_offset, start, s_k, o_c, key_end, D, True)
         b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
         o_n = (start + o_c)[None, :]
         b_ts = tangent_scores(b_ts, 0.0, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
@@ -216,7 +215,7 @@ def tangent(
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
-                b_k = load_rows(K + k_offset, row, s_k, o_c, o_d, key_end, D, PHASE > 0)
+                b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
                 b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                 if PHASE > 0:
@@ -224,25 +223,25 @@ def tangent(
                 b_p = tl.math.exp2(b_s - lse2[:, None])
                 b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                 b_pv = thinned(b_p, b_kept, FEATURES)
-                b_v = load_rows(V + v_offset, row, s_v, o_c, o_v, key_end, DV, PHASE > 0)
+                b_v = load_rows(V + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
                 if HAS_TV:
-                    b_tv = load_rows(TV + v_offset, row, s_v, o_c, o_v, key_end, DV, PHASE > 0)
-                    b_to = tl.dot(operand(b_pv, b_v.dtype, PRECISION), b_tv, b_to, input_precision=PRECISION)
+                    b_tv = load_rows(TV + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
+                    b_to = accumulated(b_to, b_pv, b_tv, PRECISION)
                 if HAS_TS:
                     b_tk = b_k
                     if HAS_TK:
-                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, o_d, key_end, D, PHASE > 0)
+                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                     b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
                     b_ts = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                     b_pt = b_p * (b_ts - b_c[:, None])
                     b_mu += tl.sum(b_pt, 1)
                     b_pt = thinned(b_pt, b_kept, FEATURES)
-                    b_to = tl.dot(operand(b_pt, b_v.dtype, PRECISION), b_v, b_to, input_precision=PRECISION)
+                    b_to = accumulated(b_to, b_pt, b_v, PRECISION)
 
     s_o = HQ * DV
     o_offset = (i_b * LQ * HQ + i_h) * DV
-    b_o = load_rows(O + o_offset, i_m * BM, s_o, o_r, o_v, LQ, DV, True).to(tl.float32)
-    store_rows(TO + o_offset, i_m * BM, s_o, o_r, o_v, LQ, DV, b_to - b_mu[:, None] * b_o)
+    b_o = load_rows(O + o_offset, i_m * BM, s_o, o_r, LQ, DV, True)
+    store_rows(TO + o_offset, i_m * BM, s_o, o_r, LQ, DV, without(b_to, b_mu[:, None], b_o))
     if HAS_TS:
         b_mu += tl.where(lse2 == float("inf"), 0.0, b_c)
     tl.store(MU + x, b_mu, mask=m_x)

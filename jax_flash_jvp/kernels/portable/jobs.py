@@ -15,7 +15,7 @@ from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
 from jax_flash_jvp.kernels.portable import visibility
-from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, padded, product, tile
+from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, product, tile
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
 STRIDE_UNIT = 16  # elements; what Triton makes use of
@@ -74,9 +74,9 @@ class _Call:
         )  # fmt: skip
         self.features = features(problem, x)
         self.selection = (x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
-        self.value_constants = dict(DV=self.value_dim, BDV=padded(self.value_dim))
+        self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
-            self.value_constants, D=self.head_dim, BD=padded(self.head_dim), UNIT=unit, FEATURES=self.features,
+            self.value_constants, D=self.head_dim, UNIT=unit, FEATURES=self.features,
             PRECISION=product(problem.precision, self.widest),
         )  # fmt: skip
         for name, (_, sequence, head) in zip("qkv", strides, strict=True):

@@ -30,33 +30,54 @@ def query_block(LQ, HQ, BM: tl.constexpr, FEATURES: tl.constexpr):
     return i_m, (tl.program_id(0) // n_m).to(tl.int64)
 
 
+@triton.constexpr_function
+def width(channels, part):
+    """Of the two blocks that hold a row of so many channels; 0 of the second where one power of two is as narrow."""
+    low = max(16, 1 << (channels.bit_length() - 1))
+    rest = max(16, 1 << (channels - low - 1).bit_length()) if channels > low else 0
+    return (2 * low, 0)[part] if rest == low else (low, rest)[part]
+
+
 @triton.jit
-def rows(X, row, stride, o_r, o_d):
-    """Pointers to rows row + o_r of the matrix at X, whose rows lie `stride` elements apart."""
+def block_pointers(X, row, stride, o_r, D: tl.constexpr, PART: tl.constexpr):
+    """Pointers to rows row + o_r of the matrix at X, whose rows lie `stride` elements apart, and their channels."""
+    o_d = width(D, 0) * PART + tl.arange(0, width(D, PART))
     start = (tl.full([], 0, tl.int64) + row) * stride  # can pass 2³¹
-    return X + start + (o_r[:, None] * stride + o_d[None, :])  # [R, BD]
+    return X + start + (o_r[:, None] * stride + o_d[None, :]), o_d
 
 
 @triton.jit
-def load_rows(X, row, stride, o_r, o_d, L, D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows row + o_r; zeros past D, and past L if MASKED."""
-    p_x = rows(X, row, stride, o_r, o_d)
-    if MASKED:
-        if D == o_d.shape[0]:
+def load_block(X, row, stride, o_r, L, D: tl.constexpr, PART: tl.constexpr, MASKED: tl.constexpr):
+    p_x, o_d = block_pointers(X, row, stride, o_r, D, PART)
+    if width(D, 0) * PART + width(D, PART) <= D:
+        if MASKED:
             return tl.load(p_x, mask=(row + o_r < L)[:, None], other=0.0)
         else:
-            return tl.load(p_x, mask=(row + o_r < L)[:, None] & (o_d < D)[None, :], other=0.0)
-    else:
-        if D == o_d.shape[0]:
             return tl.load(p_x)
+    else:
+        if MASKED:
+            return tl.load(p_x, mask=(row + o_r < L)[:, None] & (o_d < D)[None, :], other=0.0)
         else:
             return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows(X, row, stride, o_r, o_d, L, D: tl.constexpr, b_x):
-    p_x = rows(X, row, stride, o_r, o_d)
-    tl.store(p_x, b_x.to(X.dtype.element_ty), mask=(row + o_r < L)[:, None] & (o_d < D)[None, :])
+def load_rows(X, row, stride, o_r, L, D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows row + o_r as a tuple of blocks; zeros past D, and past L if MASKED."""
+    if width(D, 1) == 0:
+        return (load_block(X, row, stride, o_r, L, D, 0, MASKED),)
+    else:
+        return (
+            load_block(X, row, stride, o_r, L, D, 0, MASKED),
+            load_block(X, row, stride, o_r, L, D, 1, MASKED),
+        )
+
+
+@triton.jit
+def store_rows(X, row, stride, o_r, L, D: tl.constexpr, b_x):
+    for PART in tl.static_range(len(b_x)):
+        p_x, o_d = block_pointers(X, row, stride, o_r, D, PART)
+        tl.store(p_x, b_x[PART].to(X.dtype.element_ty), mask=(row + o_r < L)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit
@@ -137,8 +158,57 @@ def operand(b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def products(b_a, b_b, PRECISION: tl.constexpr):
-    """a bᵀ, accumulated in fp32."""
-    return tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)
+    """a bᵀ of rows a and b, accumulated in fp32."""
+    b_ab = tl.dot(b_a[0], tl.trans(b_b[0]), input_precision=PRECISION)
+    if len(b_a) == 2:
+        b_ab = tl.dot(b_a[1], tl.trans(b_b[1]), b_ab, input_precision=PRECISION)
+    return b_ab
+
+
+@triton.jit
+def sums(R: tl.constexpr, D: tl.constexpr):
+    """Zeros, in blocks like rows."""
+    if width(D, 1) == 0:
+        return (tl.zeros([R, width(D, 0)], tl.float32),)
+    else:
+        return tl.zeros([R, width(D, 0)], tl.float32), tl.zeros([R, width(D, 1)], tl.float32)
+
+
+@triton.jit
+def scaled(b_x, factor):
+    if len(b_x) == 1:
+        return (b_x[0] * factor,)
+    else:
+        return b_x[0] * factor, b_x[1] * factor
+
+
+@triton.jit
+def accumulated(b_sum, b_p, b_x, PRECISION: tl.constexpr):
+    """sum + p x, of rows x and fp32 values p."""
+    b_p = operand(b_p, b_x[0].dtype, PRECISION)
+    b_0 = tl.dot(b_p, b_x[0], b_sum[0], input_precision=PRECISION)
+    if len(b_x) == 1:
+        return (b_0,)
+    else:
+        return b_0, tl.dot(b_p, b_x[1], b_sum[1], input_precision=PRECISION)
+
+
+@triton.jit
+def inner(b_a, b_b):
+    """rowsum(a∘b), in fp32."""
+    b_ab = tl.sum(b_a[0].to(tl.float32) * b_b[0].to(tl.float32), 1)
+    if len(b_a) == 2:
+        b_ab += tl.sum(b_a[1].to(tl.float32) * b_b[1].to(tl.float32), 1)
+    return b_ab
+
+
+@triton.jit
+def without(b_x, factor, b_y):
+    """x − factor y, in fp32."""
+    if len(b_x) == 1:
+        return (b_x[0] - factor * b_y[0].to(tl.float32),)
+    else:
+        return b_x[0] - factor * b_y[0].to(tl.float32), b_x[1] - factor * b_y[1].to(tl.float32)
 
 
 @triton.jit
@@ -169,14 +239,12 @@ def scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES: tl.constexpr):
 @triton.jit
 def tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, PRECISION: tl.constexpr):
     """(q̇ kᵀ + q k̇ᵀ), without the scale; with the roles of queries and keys swapped, its transpose."""
-    if HAS_TQ:
-        b_ts = tl.dot(b_tq, tl.trans(b_k), input_precision=PRECISION)
+    b_ts = tl.zeros([b_q[0].shape[0], b_k[0].shape[0]], tl.float32)
+    for PART in tl.static_range(len(b_q)):
+        if HAS_TQ:
+            b_ts = tl.dot(b_tq[PART], tl.trans(b_k[PART]), b_ts, input_precision=PRECISION)
         if HAS_TK:
-            b_ts = tl.dot(b_q, tl.trans(b_tk), b_ts, input_precision=PRECISION)
-    elif HAS_TK:
-        b_ts = tl.dot(b_q, tl.trans(b_tk), input_precision=PRECISION)
-    else:
-        b_ts = tl.zeros([b_q.shape[0], b_k.shape[0]], tl.float32)
+            b_ts = tl.dot(b_q[PART], tl.trans(b_tk[PART]), b_ts, input_precision=PRECISION)
     return b_ts
 
 

@@ -1,6 +1,6 @@
 """Block sizes, by job, head dim, kind of product and GPU.
 
-For 16-bit inputs on sm_90, head dims 64 and 128, measured on an H200 but for the duals of keys and queries.  The others
+For 16-bit inputs on sm_90, head dims 64 to 128, measured on an H200 but for the duals of keys and queries.  The others
 were compiled ahead of time and are the largest that fit and hardly spill; tests/test_ahead_of_time.py compiles them all
 again.  What helped: two stages at least, since with one whole tiles are loaded through registers, and for the duals on
 `mma.sync`, which holds all operands that the loop does not change in registers, 16 rows of them on eight warps.
@@ -8,7 +8,7 @@ again.  What helped: two stages at least, since with one whole tiles are loaded 
 
 from typing import NamedTuple
 
-import triton
+from jax_flash_jvp.kernels.portable.scores import width
 
 
 class Tile(NamedTuple):
@@ -19,7 +19,7 @@ class Tile(NamedTuple):
     spill: int = 64  # bytes that a thread may store, with Triton 3.9: some registers come and go with any constant
 
 
-HEAD_DIMS = (64, 128, 256)  # the columns: head dims up to each
+HEAD_DIMS = (64, 96, 128, 256)  # the columns: head dims up to each; tables of fewer have none of their own for 96
 # value_side_dual is key_side for (dV, its tangent) alone; where `accumulators` allows no more than two,
 # key_side_dual is for (dK, its tangent) alone.
 JOBS = (
@@ -51,14 +51,14 @@ _HALF_SM86 = dict(  # 99 KiB of shared memory
     query_side=((128, 64, 8, 3), (64, 64, 4, 2), (32, 32, 8, 2)),
 )
 _HALF_SM90 = dict(
-    forward=((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
-    forward_dual=((128, 128, 8, 3, 200), (128, 64, 8, 2, 500), (32, 32, 8, 2)),
-    tangent=((128, 128, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2, 300)),
-    key_side=((64, 64, 4, 3, 200), (64, 64, 4, 2, 1100), (32, 64, 8, 2, 500)),
-    query_side=((64, 128, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
-    key_side_dual=((32, 64, 4, 3, 200), (32, 128, 8, 3, 200), (16, 16, 8, 2)),
-    value_side_dual=((64, 64, 4, 3, 100), (64, 128, 8, 2, 600), (32, 32, 8, 2, 400)),
-    query_side_dual=((64, 64, 4, 2, 400), (128, 32, 8, 3, 300), (16, 32, 8, 2, 500)),
+    forward=((128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    forward_dual=((128, 128, 8, 3, 200), (128, 64, 8, 3), (128, 64, 8, 2, 500), (32, 32, 8, 2)),
+    tangent=((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2, 300)),
+    key_side=((64, 64, 4, 3, 200), (64, 64, 4, 3, 400), (64, 64, 4, 2, 1100), (32, 64, 8, 2, 500)),
+    query_side=((64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+    key_side_dual=((32, 64, 4, 3, 200), (32, 128, 8, 3, 200), (32, 128, 8, 3, 200), (16, 16, 8, 2)),
+    value_side_dual=((64, 64, 4, 3, 100), (64, 128, 8, 3, 200), (64, 128, 8, 2, 600), (32, 32, 8, 2, 400)),
+    query_side_dual=((64, 64, 4, 2, 400), (128, 32, 8, 3), (128, 32, 8, 3, 300), (16, 32, 8, 2, 500)),
 )
 _HALF_SM100 = dict(  # sums in tensor memory: 512 columns
     forward=((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
@@ -113,8 +113,8 @@ _LIKE = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100}  # other GPUs have little s
 
 
 def padded(head_dim: int) -> int:
-    """Matrix products want powers of two from 16 on."""
-    return max(16, triton.next_power_of_2(head_dim))
+    """Channels of the blocks that hold a row."""
+    return width(head_dim, 0) + width(head_dim, 1)
 
 
 def product(precision: str, head_dim: int) -> str:
@@ -134,7 +134,8 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
         return Tile(16, 16, 4, 1)
     kind = "half" if dtype in ("float16", "bfloat16") else precision
     row = (_TABLES[kind][_LIKE.get(int(target), 86)] | _SCORE_SIDE[kind])[job]
-    column = next(i for i, most in enumerate(HEAD_DIMS) if head_dim <= most)
+    columns = [most for most in HEAD_DIMS if most != 96 or len(row) == len(HEAD_DIMS)]
+    column = next(i for i, most in enumerate(columns) if head_dim <= most)
     return Tile(*row[column]) if column < len(row) else None
 
 
