@@ -1,0 +1,338 @@
+"""Runs the Hopper kernels on numpy: their source, executed with stand-ins for Gluon.
+
+Barriers, tile copies and products mean what they mean on the GPU, but for time.  The warp partitions of a program are
+coroutines, which go on as far as they can.  By default the last of them, the producer, goes on at once when something becomes
+free, and its copies arrive at once; `late`, they arrive when they are waited for.  A product is computed when it is waited
+for.  So it shows when a tile is given back too early, a result is read too early, or a wait is in vain.  Layouts are not
+looked at, and programs run one after the other.
+"""
+
+import collections
+import contextlib
+import functools
+import importlib.util
+import sys
+import threading
+import types
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash_jvp import interpret
+from jax_flash_jvp.kernels.launcher import Rows, pointers
+
+PACKAGE = "jax_flash_jvp.kernels.hopper"
+
+
+class Block(np.ndarray):
+    """A tensor in registers."""
+
+    def to(self, dtype):
+        return self.astype(dtype).view(Block)
+
+    def __array_wrap__(self, array, context=None, return_scalar=False):
+        return np.asarray(array).view(Block)
+
+
+def block(a, dtype=None):
+    return np.array(a, dtype).view(Block)
+
+
+class Pointer:
+    """An address in an array, or many."""
+
+    def __init__(self, array, offset=0):
+        self.flat, self.offset = array.reshape(-1), offset
+        self.dtype = types.SimpleNamespace(element_ty=array.dtype)
+
+    def __add__(self, offset):
+        pointer = Pointer(self.flat, self.offset + offset)
+        return pointer
+
+
+def load(pointer, mask=True, other=0.0):
+    place = np.asarray(pointer.offset)
+    mask, place = np.broadcast_arrays(mask, place)
+    return block(np.where(mask, pointer.flat[np.where(mask, place, 0)], np.asarray(other, pointer.flat.dtype)))
+
+
+def store(pointer, value, mask=True):
+    mask, place, value = np.broadcast_arrays(mask, pointer.offset, value)
+    pointer.flat[place[mask]] = value[mask].astype(pointer.flat.dtype)
+
+
+class Shared:
+    """Shared memory, full of NaN at first."""
+
+    def __init__(self, array):
+        self.array, self.dtype = array, array.dtype
+
+    def index(self, i):
+        return Shared(self.array[int(i)])
+
+    def reshape(self, shape):
+        return Shared(self.array.reshape(shape))
+
+    def permute(self, order):
+        return Shared(self.array.transpose(order))
+
+    def load(self, layout):
+        return block(self.array)
+
+    def store(self, value):
+        self.array[...] = value
+
+
+class Coroutines:
+    """Threads of which one runs at a time, and says who is next."""
+
+    def __init__(self, partitions):
+        self.changed, self.error = threading.Condition(), None
+        self.ready = collections.deque(range(len(partitions)))
+        self.alive, self.running = len(partitions), None
+        self.threads = [threading.Thread(target=self.run, args=(i, *p), daemon=True) for i, p in enumerate(partitions)]
+
+    def run(self, me, function, arguments):
+        here.me, here.coroutines, here.pending = me, self, []
+        try:
+            self.resume()
+            with np.errstate(all="ignore"):
+                function(*arguments)
+            assert not here.pending, "products that nobody waited for"
+        except BaseException as error:
+            self.error = self.error or error
+        self.alive -= 1
+        self.hand_over()
+
+    def hand_over(self):
+        with self.changed:
+            if not self.ready and self.alive and not self.error:
+                self.error = AssertionError("all warps wait in vain")
+            self.running = self.ready.popleft() if self.ready else None
+            self.changed.notify_all()
+
+    def resume(self):
+        with self.changed:
+            self.changed.wait_for(lambda: self.running == here.me or self.error)
+        if self.error:
+            raise self.error
+
+    def finish(self):
+        for t in self.threads:
+            t.start()
+        self.hand_over()
+        for t in self.threads:
+            t.join()
+        if self.error:
+            raise self.error
+
+
+here = threading.local()  # this coroutine: its number, all of them, and its products that nobody has waited for yet
+
+
+class Barrier:
+    """A phase is over when all have arrived and all announced bytes are there."""
+
+    def __init__(self):
+        self.phase, self.count, self.missing, self.bytes = 0, None, None, 0
+        self.waiting, self.copies = [], []
+
+    def init(self, count):
+        self.count = self.missing = count
+
+    def update(self, arrivals=0, announced=0):
+        self.missing -= arrivals
+        self.bytes += announced
+        assert self.missing >= 0, "more arrived at a barrier than it counts"
+        if not self.missing and not self.bytes:
+            self.phase, self.missing = self.phase + 1, self.count
+            woken, self.waiting = self.waiting, []
+            producer = len(here.coroutines.threads) - 1 if woken else None
+            if producer in woken and not place.late:
+                here.coroutines.ready.extendleft([here.me, producer])
+                here.coroutines.hand_over()
+                here.coroutines.resume()
+                woken.remove(producer)
+            if woken:
+                here.coroutines.ready.extend(woken)
+
+    def wait(self, parity):
+        while self.copies:
+            self.copies.pop(0)()
+        while self.phase % 2 == int(parity):
+            self.waiting.append(here.me)
+            here.coroutines.hand_over()
+            here.coroutines.resume()
+
+
+class Barriers:
+    def __init__(self, count):
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i):
+        return self.all[int(i)]
+
+
+class Descriptor:
+    """[B, H, L, D] of an array [B, L, H, D], in blocks of rows; zeros outside."""
+
+    def __init__(self, rows):
+        self.array = np.asarray(rows.array).transpose(0, 2, 1, 3)
+        self.dtype, self.layout = self.array.dtype, None
+        shape = (1, 1, rows.rows, self.array.shape[3])
+        self.block_type = types.SimpleNamespace(shape=shape, nbytes=int(np.prod(shape)) * self.dtype.itemsize)
+
+    def copy(self, at, bar, target):
+        b, h, row, _ = map(int, at)
+
+        def arrive():
+            there = self.array[b, h, row : row + self.block_type.shape[2]]
+            target.array[...] = 0
+            target.array[0, 0, : len(there)] = there
+            bar.update(announced=-self.block_type.nbytes)
+
+        if place.late and not bar.waiting:
+            bar.copies.append(arrive)
+        else:
+            arrive()
+
+
+def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+    assert is_async
+    result = block(np.full(acc.shape, np.nan, np.float32))
+
+    def finish():
+        left, right = (np.asarray(x.array if isinstance(x, Shared) else x, np.float32) for x in (a, b))
+        result[...] = left @ right + (np.asarray(acc) if use_acc else 0)
+
+    here.pending.append(finish)
+    return result
+
+
+def warpgroup_mma_wait(count, deps):
+    while len(here.pending) > count:
+        here.pending.pop(0)()
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def warp_specialize(partitions, workers, registers):
+    assert len(partitions) == len(workers) + 1 == len(registers) + 1
+    Coroutines(partitions).finish()
+
+
+def reduced(function):
+    return lambda a, axis: block(function(np.asarray(a), axis))
+
+
+def elementwise(function):
+    return lambda *args: block(function(*map(np.asarray, args)))
+
+
+place = types.SimpleNamespace(program=0, late=False)
+
+
+def allocate(dtype, shape, layout):
+    if layout == "barriers":
+        return Barriers(shape[0])
+    return Shared(np.full(shape, np.nan, dtype))
+
+
+language = types.ModuleType("triton.experimental.gluon.language")
+vars(language).update(
+    constexpr=lambda value: value, static_range=range, float32=np.dtype(np.float32), int64=np.dtype(np.int64),
+    program_id=lambda axis: block(place.program), cdiv=lambda a, b: -(-a // b), allocate_shared_memory=allocate,
+    load=load, store=store, expand_dims=lambda a, axis: np.expand_dims(a, axis).view(Block),
+    arange=lambda start, end, layout=None: block(np.arange(start, end)),
+    zeros=lambda shape, dtype, layout=None: block(np.zeros(shape, dtype)),
+    full=lambda shape, value, dtype, layout=None: block(np.full(shape, value, dtype)),
+    where=elementwise(np.where), maximum=elementwise(np.maximum), minimum=elementwise(np.minimum), abs=elementwise(np.abs),
+    exp2=elementwise(lambda a: np.exp2(a, dtype=np.float32)), log2=elementwise(lambda a: np.log2(a, dtype=np.float32)),
+    max=reduced(np.max), sum=reduced(np.sum), convert_layout=lambda a, layout: a, warp_specialize=warp_specialize,
+    **{
+        name: lambda *args, **named: None
+        for name in (
+            "NVMMASharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "SwizzledSharedLayout",
+            "BlockedLayout",
+        )
+    },
+)  # fmt: skip
+hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
+vars(hopper).update(
+    mbarrier=types.SimpleNamespace(
+        MBarrierLayout=lambda: "barriers",
+        init=lambda bar, count: bar.init(count),
+        wait=lambda bar, parity: bar.wait(parity),
+        arrive=lambda bar, count: bar.update(arrivals=count),
+        expect=lambda bar, size: bar.update(arrivals=1, announced=size),
+    ),
+    tma=types.SimpleNamespace(async_load=lambda descriptor, at, bar, target: descriptor.copy(at, bar, target)),
+    warpgroup_mma=warpgroup_mma,
+    warpgroup_mma_wait=warpgroup_mma_wait,
+    fence_async_shared=lambda: None,
+)
+gluon = types.ModuleType("triton.experimental.gluon")
+vars(gluon).update(jit=lambda function: function, language=language)
+experimental = types.ModuleType("triton.experimental")
+experimental.gluon = gluon
+
+
+@contextlib.contextmanager
+def _standing_in(modules):
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module
+
+
+@functools.cache
+def emulated(old="", new=""):
+    """The modules of the kernels by name, with that change in their source."""
+    modules, found = {m.__name__: m for m in (experimental, gluon, language, hopper)}, False
+    for name in ("pipeline", "forward", "backward"):
+        spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
+        source = spec.loader.get_source(spec.name)
+        found |= old in source
+        module = importlib.util.module_from_spec(spec)
+        with _standing_in(modules):
+            exec(compile(source.replace(old, new) if old else source, spec.origin, "exec"), vars(module))
+        modules[spec.name] = module
+    if not found:
+        raise ValueError(f"the kernels have no {old!r}")
+    return modules
+
+
+class Launcher:
+    """Arrays are numpy's.  The kernels of Triton run through its own interpreter."""
+
+    target, descriptors = 90, True
+
+    def __init__(self, *change, late=False):
+        self.modules, self.late = emulated(*change), late
+
+    def strides(self, array):
+        return tuple(s // array.itemsize for s in array.strides)
+
+    def round_to_tf32(self, array):
+        return array
+
+    def summed(self, array, by_column, like):
+        raise NotImplementedError
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        results = [np.full(o.shape, np.nan, jnp.dtype(o.dtype)) for o in outputs]
+        if not kernel.fn.__module__.startswith(PACKAGE):
+            arrays = [np.ascontiguousarray(a) for a in pointers(inputs)]
+            interpret.launch(kernel, (grid,), *arrays, *scalars, *results, **constants)
+            return results
+        function = getattr(self.modules[kernel.fn.__module__], kernel.fn.__name__)
+        given = [Descriptor(a) if isinstance(a, Rows) else None if a is None else Pointer(a) for a in inputs]
+        numbers = [block(s) if isinstance(s, int) else np.float32(s) for s in scalars]
+        place.late = self.late
+        for place.program in range(grid):
+            function(*given, *numbers, *map(Pointer, results), **constants)
+        return results

@@ -1,0 +1,114 @@
+"""The Hopper kernels on numpy, against the tiled reference."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gluon_on_numpy
+import oracle
+from jax_flash_jvp import reference
+from jax_flash_jvp.kernels import jobs
+from jax_flash_jvp.problem import Operands, Problem
+
+NONE = Operands(None, None, None)
+
+
+def draw(seed, *shape):
+    return oracle.normal(seed, *shape).astype(jnp.bfloat16)
+
+
+def check(problem, x, tx, want=(True,) * 3, want_tangent=(True,) * 3, launcher=None):
+    """Every job, on the same arrays."""
+    launcher = launcher or gluon_on_numpy.Launcher()
+    batch, length, heads, _ = x.query.shape
+    cy, tcy = (
+        (draw(20 + i, batch, length, heads, x.value.shape[3]), np.float32(oracle.normal(30 + i, batch, heads, length)))
+        for i in range(2)
+    )
+
+    def near(got, expected):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            assert np.abs(a - b).max() <= 0.02 * np.abs(b).max() + 1e-3
+
+    wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
+    o, lse = reference.forward(wide(x), problem)
+    near(jobs.forward(launcher, problem, x)[:2], (o, lse))
+    y = np.asarray(o, jnp.bfloat16), np.asarray(lse)
+    dual = any(t is not None for t in tx)
+    ty = (None, None)
+    if dual:
+        t_o, mu = reference.forward_dual(wide(x), wide(tx), problem)[1]
+        near(jobs.forward(launcher, problem, x, tx), (o, lse, t_o, mu))
+        near(jobs.tangent(launcher, problem, x, *y, tx), (t_o, mu))
+        ty = np.asarray(t_o, jnp.bfloat16), np.asarray(mu)
+    want, want_tangent = (*want, False), (*want_tangent, False)
+    got = jobs.backward(launcher, problem, x, y, cy, want)
+    near(got, reference.backward(wide(x), wide(y), wide(cy), problem, want))
+    if dual:
+        got = jobs.backward_dual(launcher, problem, x, y, cy, (tx, ty, tcy), want, want_tangent)
+        t = wide((tx, ty, tcy))
+        near(got, reference.backward_dual(wide(x), wide(y), wide(cy), t, problem, want, want_tangent))
+
+
+def operands(shape, seed=0):
+    b, t, s, n, k, d = shape
+    shapes = (b, t, n, d), (b, s, k, d), (b, s, k, d)
+    return (Operands(*(draw(10 * j + i + seed, *size) for i, size in enumerate(shapes))) for j in range(2))
+
+
+def problem(d, causal):
+    return Problem(scale=d**-0.5, is_causal=causal, implementation="hopper")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("shape", [(1, 70, 300, 2, 1, 64), (2, 200, 129, 1, 1, 128)], ids=["D64", "D128"])
+def test_every_job(shape, causal, late):
+    check(problem(shape[-1], causal), *operands(shape), launcher=gluon_on_numpy.Launcher(late=late))
+
+
+@pytest.mark.parametrize("wrt", [s for n in (1, 2) for s in itertools.combinations(range(3), n)], ids=str)
+def test_tangents_may_be_absent(wrt):
+    x, tx = operands((1, 80, 150, 1, 1, 64))
+    check(problem(64, False), x, Operands(*(t if i in wrt else None for i, t in enumerate(tx[:3]))))
+
+
+@pytest.mark.parametrize("wrt", range(3))
+def test_a_gradient_alone(wrt):
+    x, tx = operands((1, 80, 150, 1, 1, 64))
+    alone = tuple(i == wrt for i in range(3))
+    check(problem(64, True), x, tx, alone, alone)
+    check(problem(64, True), x, tx, (False,) * 3, alone)
+
+
+MUTANTS = {  # and whether it takes late copies to notice
+    "values-given-back-early": (
+        "b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])\n                mbarrier.arrive(empty.index(v_slot), count=1)",
+        "mbarrier.arrive(empty.index(v_slot), count=1)\n                b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])",
+        False,
+    ),
+    "keys-not-given-back": ("mbarrier.arrive(empty.index(k_slot), count=1)", "pass", False),
+    "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
+    "values-not-waited-for": ("mbarrier.wait(full.index(v_slot), v_phase)", "pass", True),
+    "resident-not-waited-for": ("mbarrier.wait(a_bar, 0)", "pass", True),
+    "out-of-turn": ("mbarrier.arrive(turn.index(1 - w), count=1)", "mbarrier.arrive(turn.index(w), count=1)", False),
+    "statistics-overwritten": ("mbarrier.wait(s_empty.index(stage), s_phase)", "pass", True),
+    "mu-dropped": ("b_w = b_ts * scale - mu", "b_w = b_ts * scale", False),
+    "ragged-end": ("seen = o_n < LK", "seen = o_n < LK + 99", False),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "late"), MUTANTS.values(), ids=MUTANTS)
+def test_broken_kernels_fail(old, new, late):
+    launcher = gluon_on_numpy.Launcher(old, new, late=late)
+    with pytest.raises(AssertionError):
+        check(problem(64, False), *operands((1, 400, 700, 1, 1, 64)), launcher=launcher)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_whole_kernels_pass(late):
+    check(problem(64, False), *operands((1, 400, 700, 1, 1, 64)), launcher=gluon_on_numpy.Launcher(late=late))
