@@ -98,10 +98,11 @@ def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 class KernelPrimitive:
     """`shapes(*args, **static)` gives the pytree of results as `jax.ShapeDtypeStruct`s; `implementations` maps platforms
     to functions of the same arguments in JAX terms, "default" serving the platforms that are not named.  Every argument
-    may carry leading axes: those that vmap adds."""
+    may carry leading axes: those that vmap adds.  `shared(mapped arguments, **static)` says, leaf by leaf, which of those
+    that are not mapped keep an axis of length one there, in place of a copy for each entry."""
 
-    def __init__(self, name: str, shapes: Callable, implementations: dict[str, Callable]):
-        self.name, self.shapes = name, shapes
+    def __init__(self, name: str, shapes: Callable, implementations: dict[str, Callable], shared: Callable):
+        self.name, self.shapes, self.shared = name, shapes, shared
         self.primitive = core.Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_impl(self._eager)
@@ -131,15 +132,18 @@ class KernelPrimitive:
         with jax.disable_jit(False):  # else the jitted bind would come back here
             return _bind_jitted(*leaves, primitive=self.primitive, params=tuple(params.items()))
 
-    def _batch(self, leaves: Sequence[Any], dims: Sequence[int | None], **params: Any) -> tuple[list[Any], list[int]]:
+    def _batch(
+        self, leaves: Sequence[Any], dims: Sequence[int | None], *, tree: Any, **static: Any
+    ) -> tuple[list[Any], list[int]]:
         """The mapped axis becomes one more leading axis.  (Merging it with the batch axis here would move data where
         either is spread over devices.)"""
         size = next(a.shape[d] for a, d in zip(leaves, dims, strict=True) if d is not None)
+        shared = tree_leaves(self.shared(tree_unflatten(tree, [d is not None for d in dims]), **static))
         front = [
-            jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-            for a, d in zip(leaves, dims, strict=True)
+            jnp.broadcast_to(a, (1 if s else size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+            for a, d, s in zip(leaves, dims, shared, strict=True)
         ]
-        out = self.primitive.bind(*_vary_alike(front), **params)
+        out = self.primitive.bind(*_vary_alike(front), tree=tree, **static)
         return out, [0] * len(out)
 
     # ---- rules over pytrees

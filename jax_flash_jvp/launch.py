@@ -7,6 +7,7 @@ computes it is settled when JAX lowers it, so that one traced program runs on an
 import dataclasses
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,11 +76,37 @@ def reference_job(name: str) -> Callable:
     def call(x, *args, problem, **static):
         job = functools.partial(_REFERENCE[name], problem=problem, **static)
         for _ in x.query.shape[:-4]:
-            job = jax.vmap(job)
+            job = _mapped(job)
         with jax.default_matmul_precision("float32" if problem.precision == "ieee" else "tensorfloat32"):
             return job(x, *args)
 
     return call
+
+
+def _mapped(job: Callable) -> Callable:
+    """Over one more leading axis, in which a bias or a mask that all entries share has length one."""
+
+    def call(x, *args):
+        leaves, tree = jax.tree.flatten((x, *args))
+        shared = [a.shape[0] < len(x.query) for a in leaves]
+        squeezed = [a[0] if s else a for a, s in zip(leaves, shared, strict=True)]
+        axes = [None if s else 0 for s in shared]
+        out = jax.vmap(lambda *leaves: job(*tree.unflatten(leaves)), axes)(*squeezed)
+        return jax.tree.map(lambda part: _summed(part, x.bias, 1), out, is_leaf=_is_operands)
+
+    return call
+
+
+def _is_operands(part: Any) -> bool:
+    return isinstance(part, Operands)
+
+
+def _summed(part: Any, bias: Any, axes: int) -> Any:
+    """`part`, its gradient of a bias summed over those of the first `axes` in which the bias has length one."""
+    if not _is_operands(part) or part.bias is None:
+        return part
+    over = [i for i in range(axes) if bias.shape[i] < part.bias.shape[i]]
+    return part._replace(bias=part.bias.sum(over, keepdims=True)) if over else part
 
 
 # ------------------------------------------------------------------------------------------------ by the kernels
@@ -112,30 +139,33 @@ def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem:
     lead, batch = x.query.shape[:-4], x.query.shape[-4]
     if not lead:
         return _KERNELS[name](launcher, problem, x, *args, **static)
+    n = len(lead) + 1
 
     def fold(a):
-        return a.reshape(-1, *a.shape[len(lead) + 1 :])
-
-    def spread(part):  # what the entries of a batch share, but not all that are folded
-        if not isinstance(part, Operands):
-            return part
-        shared = {n: a for n, a in (("bias", part.bias), ("mask", part.mask)) if a is not None}
-        return part._replace(**{n: jnp.broadcast_to(a, (*lead, batch, *a.shape[-3:])) for n, a in shared.items()})
+        return a.reshape(-1, *a.shape[n:])
 
     def unfold(a):
         return a.reshape(*lead, -1, *a.shape[1:])
 
-    bias = x.bias
-    is_operands = lambda part: isinstance(part, Operands)
-    x, *args = jax.tree.map(fold, jax.tree.map(spread, (x, *args), is_leaf=is_operands))
-    out = jax.tree.map(unfold, _KERNELS[name](launcher, problem, x, *args, **static))
-
-    def unspread(part):
-        if not is_operands(part) or part.bias is None or part.bias.shape == bias.shape:
+    def spread(part):  # a bias or a mask that some entries share, but not all
+        if not _is_operands(part):
             return part
-        return part._replace(bias=part.bias.sum(len(lead), keepdims=True))
+        arrays = [(name, a) for name, a in (("bias", part.bias), ("mask", part.mask)) if a is not None]
+        several = [(name, a) for name, a in arrays if math.prod(a.shape[:n]) > 1]
+        return part._replace(**{name: jnp.broadcast_to(a, (*lead, batch, *a.shape[n:])) for name, a in several})
 
-    return jax.tree.map(unspread, out, is_leaf=is_operands)
+    def restored(part):
+        if not _is_operands(part) or part.bias is None:
+            return jax.tree.map(unfold, part)
+        one = part.bias.shape[0] == 1  # shared by all entries: summed by the kernel
+        part = jax.tree.map(unfold, part._replace(bias=None))._replace(
+            bias=part.bias.reshape(bias.shape) if one else unfold(part.bias)
+        )
+        return _summed(part, bias, n)
+
+    bias = x.bias
+    x, *args = jax.tree.map(fold, jax.tree.map(spread, (x, *args), is_leaf=_is_operands))
+    return jax.tree.map(restored, _KERNELS[name](launcher, problem, x, *args, **static), is_leaf=_is_operands)
 
 
 # ------------------------------------------------------------------------------------------------ the choice

@@ -269,6 +269,35 @@ def test_vmap(implementation):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_vmap_does_not_copy_a_shared_bias(implementation):
+    n, B, N, T, S = 3, 2, 2, 5, 18
+    q, k, v = (jnp.asarray(oracle.normal(i, n, B, length, N, 4), jnp.float32) for i, length in enumerate((T, S, S)))
+    bias, t_bias = (jnp.asarray(oracle.normal(8 + i, 1, N, T, S), jnp.float32) for i in range(2))
+    mask = jnp.asarray(CASES["mask"]["mask"][:1, :, :T, :S] | (np.arange(S) == 0))
+    attend = functools.partial(dot_product_attention, mask=mask, implementation=implementation)
+    vmapped = jax.vmap(attend, (0, 0, 0, None))
+    one_by_one = lambda q, k, v, bias: jnp.stack([attend(q[i], k[i], v[i], bias) for i in range(n)])
+
+    def derivatives(f):
+        tangent = lambda bias, t: jax.jvp(lambda bias: f(q, k, v, bias), (bias,), (t,))
+        gradient = jax.grad(lambda q, bias: jnp.sin(f(q, k, v, bias)).sum(), (0, 1))
+        return (
+            tangent(bias, t_bias),
+            jax.jvp(gradient, (q, bias), (q + 1, t_bias)),
+            jax.grad(lambda *b: jnp.vdot(*map(jnp.sin, tangent(*b))), (0, 1))(bias, t_bias),
+            jax.jacfwd(lambda c: f(q, k, v, bias * c))(jnp.ones(2)[:, None, None]),
+        )
+
+    for a, b in zip(*map(jax.tree.leaves, (derivatives(vmapped), derivatives(one_by_one))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    each = jax.vmap(jax.grad(lambda bias, *x: attend(*x, bias).sum()), (None, 0, 0, 0))(bias, q, k, v)  # of each entry
+    np.testing.assert_allclose(each.sum(0), jax.grad(lambda bias: vmapped(q, k, v, bias).sum())(bias), atol=1e-5)
+    equations = jax.make_jaxpr(lambda *x: jax.jvp(vmapped, x, x))(q, k, v, bias).eqns
+    shapes = [v.aval.shape for eqn in equations if eqn.primitive.name == "attention_forward_dual" for v in eqn.invars]
+    assert shapes.count((1, 1, N, T, S)) == 3  # bias, its tangent, mask
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_dropout_is_random(rate):
     """At its rate, and independent of the neighbour along every axis and of what another key drops."""
