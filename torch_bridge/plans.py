@@ -40,14 +40,14 @@ def keep(looks: tuple, plan: Plan | None) -> None:
 
 def look(name: str, args: Sequence[Any]) -> tuple:
     """All that the choice of kernels and arguments depends on: a plan holds for calls that look the same."""
-    addresses = [a.data_ptr() if isinstance(a, Tensor) else None for a in args]
-    parts = [
-        (a.shape, a.stride(), a.dtype, address % 16, addresses.index(address))  # the last says which are the same
-        if address is not None
-        else (tuple(a) if isinstance(a, list) else a)
-        for a, address in zip(args, addresses, strict=True)
-    ]
-    q = args[0]
+    q, parts, places = args[0], [], {}
+    for a in args:
+        if isinstance(a, Tensor):
+            address = a.data_ptr()
+            same = places.setdefault(address, len(places))
+            parts += (a.shape, a.stride(), a.dtype, address % 16, same)
+        else:
+            parts.append(tuple(a) if isinstance(a, list) else a)
     return name, q.device.index, q.dtype == torch.float32 and torch.get_float32_matmul_precision(), *parts
 
 
