@@ -77,18 +77,18 @@ def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """Results vary over the operands' manual axes; an Explicit axis that vmap runs over stays on the leading axis."""
+    """Results vary over the operands' manual axes; an Explicit axis that vmap runs over stays on the leading axis, unless
+    that is of length one, for all entries."""
     plain = [jax.core.ShapedArray(o.shape, o.dtype) for o in outputs]
     mesh = operands[0].sharding.mesh
     if mesh.empty:
         return plain
     lead = next((a.sharding.spec[:1] for a in operands if any(a.sharding.spec[:1])), ())
     manual = ManualAxisType(varying=frozenset().union(*[a.mat.varying for a in operands]))
+    specs = [(*lead, *(None,) * (o.ndim - len(lead))) if o.shape[:1] != (1,) else (None,) * o.ndim for o in plain]
     return [
-        o.update(
-            sharding=NamedSharding(mesh, PartitionSpec(*lead, *(None,) * (o.ndim - len(lead)))), manual_axis_type=manual
-        )
-        for o in plain
+        o.update(sharding=NamedSharding(mesh, PartitionSpec(*spec)), manual_axis_type=manual)
+        for o, spec in zip(plain, specs, strict=True)
     ]
 
 

@@ -298,6 +298,22 @@ def test_vmap_does_not_copy_a_shared_bias(implementation):
     assert shapes.count((1, 1, N, T, S)) == 3  # bias, its tangent, mask
 
 
+def test_vmap_over_a_sharded_axis_with_a_shared_bias():
+    """The gradient of what all entries share has no axis to be sharded."""
+    n, T, N = 4, 5, 2
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = [jnp.asarray(oracle.normal(i, n, 2, T, N, 4), jnp.float32) for i in range(3)]
+    bias = jnp.asarray(oracle.normal(3, 1, N, T, T), jnp.float32)
+    attend = functools.partial(dot_product_attention, implementation="xla")
+    loss = lambda bias, *x: jnp.sin(jax.vmap(attend, (0, 0, 0, None))(*x, bias)).sum()
+    expected = jax.jit(jax.grad(loss, range(4)))(bias, *x)
+    with jax.set_mesh(mesh):
+        x = [jax.device_put(a, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))) for a in x]
+        got = jax.jit(jax.grad(loss, range(4)))(bias, *x)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_dropout_is_random(rate):
     """At its rate, and independent of the neighbour along every axis and of what another key drops."""
