@@ -63,19 +63,18 @@ def _backward_dual_shapes(x: Operands, *_, want: Mask, want_tangent: Mask, **__)
 
 def _shared(mapped: tuple, *, want: Mask = (), want_tangent: Mask = (), **_) -> Any:
     """A mask; a bias and its tangents, if none of them is mapped and the results, which are mapped, are not its gradients."""
-    is_operands = lambda part: isinstance(part, Operands)
-    operands = [part for part in jax.tree.leaves(mapped, is_leaf=is_operands) if is_operands(part)]
+    operands = [part for part in jax.tree.leaves(mapped, is_leaf=launch.is_operands) if launch.is_operands(part)]
     bias = not any(part.bias for part in operands) and not any(w[DIFFERENTIABLE - 1] for w in (want, want_tangent) if w)
 
     def share(part):
         shared = jax.tree.map(lambda _: False, part)
-        if not is_operands(part):
+        if not launch.is_operands(part):
             return shared
         return shared._replace(
             bias=None if part.bias is None else bias, mask=None if part.mask is None else not part.mask
         )
 
-    return jax.tree.map(share, mapped, is_leaf=is_operands)
+    return jax.tree.map(share, mapped, is_leaf=launch.is_operands)
 
 
 def _kernel(name: str, shapes: Any, job: str) -> KernelPrimitive:

@@ -92,18 +92,18 @@ def _mapped(job: Callable) -> Callable:
         squeezed = [a[0] if s else a for a, s in zip(leaves, shared, strict=True)]
         axes = [None if s else 0 for s in shared]
         out = jax.vmap(lambda *leaves: job(*tree.unflatten(leaves)), axes)(*squeezed)
-        return jax.tree.map(lambda part: _summed(part, x.bias, 1), out, is_leaf=_is_operands)
+        return jax.tree.map(lambda part: _summed(part, x.bias, 1), out, is_leaf=is_operands)
 
     return call
 
 
-def _is_operands(part: Any) -> bool:
+def is_operands(part: Any) -> bool:
     return isinstance(part, Operands)
 
 
 def _summed(part: Any, bias: Any, axes: int) -> Any:
     """`part`, its gradient of a bias summed over those of the first `axes` in which the bias has length one."""
-    if not _is_operands(part) or part.bias is None:
+    if not is_operands(part) or part.bias is None:
         return part
     over = [i for i in range(axes) if bias.shape[i] < part.bias.shape[i]]
     return part._replace(bias=part.bias.sum(over, keepdims=True)) if over else part
@@ -148,14 +148,14 @@ def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem:
         return a.reshape(*lead, -1, *a.shape[1:])
 
     def spread(part):  # a bias or a mask that some entries share, but not all
-        if not _is_operands(part):
+        if not is_operands(part):
             return part
         arrays = [(name, a) for name, a in (("bias", part.bias), ("mask", part.mask)) if a is not None]
         several = [(name, a) for name, a in arrays if math.prod(a.shape[:n]) > 1]
         return part._replace(**{name: jnp.broadcast_to(a, (*lead, batch, *a.shape[n:])) for name, a in several})
 
     def restored(part):
-        if not _is_operands(part) or part.bias is None:
+        if not is_operands(part) or part.bias is None:
             return jax.tree.map(unfold, part)
         one = part.bias.shape[0] == 1  # shared by all entries: summed by the kernel
         part = jax.tree.map(unfold, part._replace(bias=None))._replace(
@@ -164,8 +164,8 @@ def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem:
         return _summed(part, bias, n)
 
     bias = x.bias
-    x, *args = jax.tree.map(fold, jax.tree.map(spread, (x, *args), is_leaf=_is_operands))
-    return jax.tree.map(restored, _KERNELS[name](launcher, problem, x, *args, **static), is_leaf=_is_operands)
+    x, *args = jax.tree.map(fold, jax.tree.map(spread, (x, *args), is_leaf=is_operands))
+    return jax.tree.map(restored, _KERNELS[name](launcher, problem, x, *args, **static), is_leaf=is_operands)
 
 
 # ------------------------------------------------------------------------------------------------ the choice

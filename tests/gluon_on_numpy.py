@@ -46,8 +46,7 @@ class Pointer:
         self.dtype = types.SimpleNamespace(element_ty=array.dtype)
 
     def __add__(self, offset):
-        pointer = Pointer(self.flat, self.offset + offset)
-        return pointer
+        return Pointer(self.flat, self.offset + offset)
 
 
 def load(pointer, mask=True, other=0.0):

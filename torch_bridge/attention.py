@@ -193,7 +193,7 @@ def _attend(
                 f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
             )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    selected, options = _select(selection, options, q, k) if selection or options else (None, "")
+    selected, options = _select(selection, options, q, k)
     compiled = torch.compiler.is_compiling()
     o, log_sum_exp = ops.forward(q, k, v, mask, selected, bool(is_causal), scale, options, compiled)
     if sinks is not None:

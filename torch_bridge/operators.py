@@ -32,7 +32,7 @@ GROUPS = {
     "y": "Tensor o, Tensor lse",
     "ty": "Tensor t_o, Tensor mu",
 }
-STATIC = "Tensor? selection, bool is_causal, float scale, str options"  # of `problem_of` and `selected`
+STATIC = "Tensor? selection, bool is_causal, float scale, str options"  # of `case_of`
 WANT = STATIC + ", bool[] want"
 OPERATORS = {  # tensors, what follows them, number of results, matrix products if nothing is absent
     "forward": (["x"], STATIC + ", bool compiled=False", 2, 2),

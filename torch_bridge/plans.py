@@ -70,8 +70,7 @@ def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:
 
 def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tensor | None]) -> Plan | None:
     """Of one call: its `launched` = (compiled kernel, grid, arguments, their tensors, outputs).  None where some tensor is
-    neither an argument of the call nor an output of an earlier launch, or
-    a result no output."""
+    neither an argument of the call nor an output of an earlier launch, or a result is no output."""
     places: dict[int, int] = {}
     for i, a in enumerate(args):
         if isinstance(a, Tensor):

@@ -1,8 +1,8 @@
 """Block sizes, by job, head dim, kind of product and GPU.
 
-For 16-bit inputs on sm_90, head dims 64 to 128, measured on an H200 but for the duals of keys and queries.  The others
-were compiled ahead of time and are the largest that fit and hardly spill; tests/test_ahead_of_time.py compiles them all
-again.  What helped: two stages at least, since with one whole tiles are loaded through registers, and for the duals on
+For 16-bit inputs on sm_90, head dims 64 to 128, measured on an H200, but for the duals of keys and queries at 64 and 128.
+The others were compiled ahead of time and are the largest that fit and hardly spill; tests/test_ahead_of_time.py compiles
+them all again.  What helped: two stages at least, since with one whole tiles are loaded through registers, and for the duals on
 `mma.sync`, which holds all operands that the loop does not change in registers, 16 rows of them on eight warps.
 """
 
@@ -19,7 +19,8 @@ class Tile(NamedTuple):
     spill: int = 64  # bytes that a thread may store, with Triton 3.9: some registers come and go with any constant
 
 
-HEAD_DIMS = (64, 96, 128, 256)  # the columns: head dims up to each; tables of fewer have none of their own for 96
+HEAD_DIMS = (64, 128, 256)  # the columns: head dims up to each
+HEAD_DIMS_AND_96 = (64, 96, 128, 256)  # of rows that have four
 # value_side_dual is key_side for (dV, its tangent) alone; where `accumulators` allows no more than two,
 # key_side_dual is for (dK, its tangent) alone.
 JOBS = (
@@ -134,7 +135,7 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
         return Tile(16, 16, 4, 1)
     kind = "half" if dtype in ("float16", "bfloat16") else precision
     row = (_TABLES[kind][_LIKE.get(int(target), 86)] | _SCORE_SIDE[kind])[job]
-    columns = [most for most in HEAD_DIMS if most != 96 or len(row) == len(HEAD_DIMS)]
+    columns = HEAD_DIMS_AND_96 if len(row) == len(HEAD_DIMS_AND_96) else HEAD_DIMS
     column = next(i for i, most in enumerate(columns) if head_dim <= most)
     return Tile(*row[column]) if column < len(row) else None
 
