@@ -61,6 +61,7 @@ def last_launch(job, head_dim, plain):
     {
         "forward": lambda: jobs.forward(recorder, problem, x),
         "forward_dual": lambda: jobs.forward(recorder, problem, x, x),
+        "tangent": lambda: jobs.tangent(recorder, problem, x, o, statistic, x),
         "key_side": lambda: backward(both),
         "query_side": lambda: backward(QUERY),
         "key_side_dual": lambda: dual(KEYS if head_dim == 128 else both, KEYS if head_dim == 128 else both),
@@ -75,6 +76,7 @@ def last_launch(job, head_dim, plain):
 JOBS = (
     "forward",
     "forward_dual",
+    "tangent",
     "key_side",
     "query_side",
     "key_side_dual",

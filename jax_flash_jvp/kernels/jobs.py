@@ -36,7 +36,7 @@ def forward(launcher, problem, x, tx=portable.NO_TANGENT):
 
 def tangent(launcher, problem, x, o, log_sum_exp, tx):
     """(ȯ, μ), linear in tx, from the saved o and ℓ."""
-    return portable.tangent(launcher, problem, x, o, log_sum_exp, tx)
+    return _family(launcher, problem, x).tangent(launcher, problem, x, o, log_sum_exp, tx)
 
 
 def backward(launcher, problem, x, y, cy, want):

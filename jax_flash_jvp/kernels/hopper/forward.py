@@ -1,4 +1,4 @@
-"""Forward, with its tangent where one is asked for.  The formulas are those of `portable/forward.py`.
+"""Forward, with its tangent where one is asked for, and the tangent alone.  The formulas are those of `portable/forward.py`.
 
 A program owns 128 queries, 64 to a consumer warpgroup.  With a tangent, the products of Ṡ and of P V̇ run while the softmax
 and P∘Ṡ are computed; without, the next tile's scores are issued before this tile's P V (FlashAttention-3's order,
@@ -21,6 +21,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     advance,
     barriers,
     load_resident,
+    load_rows,
     load_tile,
     matrix,
     store_rows,
@@ -173,6 +174,99 @@ def consume_dual(
 
 
 @gluon.jit
+def consume_tangent(
+    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+    q_row, whole, n,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+):  # fmt: skip
+    """Linear in the tangents: P comes from the saved ℓ, so nothing is rescaled, and o is the saved one."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    r_l: gl.constexpr = gl.SliceLayout(1, s_l)
+    ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
+    N_TS: gl.constexpr = (1 if HAS_TQ else 0) + (1 if HAS_TK else 0)
+    row = q_row + GROUP_ROWS * w
+    o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
+    lse2 = gl.load(LSE + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=float("inf")) * LOG2E
+    b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
+    b_to = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
+    zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
+    mbarrier.wait(q_bar, 0)
+    c_s = center.index(w)
+    k_slot = 0
+    k_phase = 0
+    for MASKED in gl.static_range(2):
+        if not MASKED or CAUSAL or RAGGED:
+            for j in range(whole if MASKED else 0, n if MASKED else whole):
+                q = matrix(q_s, w + (j >> 20), GROUP_ROWS, D)  # as in `consume_dual`
+                tk_slot, tk_phase = k_slot, k_phase
+                if HAS_TK:
+                    tk_slot, tk_phase = advance(k_slot, k_phase, SLOTS)
+                v_slot, v_phase = advance(tk_slot, tk_phase, SLOTS)
+                tv_slot, tv_phase = v_slot, v_phase
+                if HAS_TV:
+                    tv_slot, tv_phase = advance(v_slot, v_phase, SLOTS)
+                k_t = matrix(ring, k_slot, BN, D).permute((1, 0))
+
+                mbarrier.wait(full.index(k_slot), k_phase)
+                if TURNS:
+                    mbarrier.wait(turn.index(w), j & 1)
+                b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)  # [64, BN]
+                if HAS_TQ:
+                    tq = matrix(tq_s, w + (j >> 20), GROUP_ROWS, D)
+                    b_ts = warpgroup_mma(tq, k_t, zero, use_acc=False, is_async=True)
+                if HAS_TK:
+                    mbarrier.wait(full.index(tk_slot), tk_phase)
+                    tk_t = matrix(ring, tk_slot, BN, D).permute((1, 0))
+                    if HAS_TQ:
+                        b_ts = warpgroup_mma(q, tk_t, b_ts, is_async=True)
+                    else:
+                        b_ts = warpgroup_mma(q, tk_t, zero, use_acc=False, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(1 - w), count=1)
+                b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
+                if MASKED:
+                    b_s = hide(b_s, row, j * BN, LK, BN, CAUSAL, s_l)
+                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(lse2, 1))
+                if HAS_TV:
+                    p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
+                if HAS_TS:
+                    b_ts = warpgroup_mma_wait(0, deps=[b_ts])
+                mbarrier.arrive(empty.index(k_slot), count=1)
+                if HAS_TK:
+                    mbarrier.arrive(empty.index(tk_slot), count=1)
+
+                mbarrier.wait(full.index(v_slot), v_phase)
+                if HAS_TV:
+                    mbarrier.wait(full.index(tv_slot), tv_phase)
+                    b_to = warpgroup_mma(p, matrix(ring, tv_slot, BN, D), b_to, is_async=True)
+                if HAS_TS:  # behind the product just issued
+                    if j == 0:
+                        c_s.store(tangent_center(b_ts, LK, scale, BN))
+                    b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
+                    b_mu += gl.sum(b_pt, 1)
+                    pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
+                    b_to = warpgroup_mma(pt, matrix(ring, v_slot, BN, D), b_to, is_async=True)
+                    b_to, pt = warpgroup_mma_wait(0, deps=[b_to, pt])
+                if HAS_TV:
+                    b_to, p = warpgroup_mma_wait(0, deps=[b_to, p])
+                mbarrier.arrive(empty.index(v_slot), count=1)
+                if HAS_TV:
+                    mbarrier.arrive(empty.index(tv_slot), count=1)
+                k_slot, k_phase = advance(tv_slot, tv_phase, SLOTS)
+
+    if HAS_TS:
+        b_o = load_rows(O, i_b, i_h, HQ, row, LQ, D, o_l)
+        b_to -= gl.expand_dims(gl.convert_layout(b_mu, ro_l), 1) * b_o
+        b_mu += c_s.load(r_l)
+    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, o_l)
+    store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
+
+
+@gluon.jit
 def store_statistics(X, i_bh, row, LQ, b_x, LAYOUT: gl.constexpr):
     o_m = row + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
     gl.store(X + i_bh.to(gl.int64) * LQ + o_m, b_x, mask=o_m < LQ)
@@ -245,9 +339,14 @@ def consume(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
     q_row, whole, n,
     D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
-    if HAS_TQ or HAS_TK or HAS_TV:
+    if LINEAR:
+        consume_tangent(
+            w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole,
+            n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
+        )  # fmt: skip
+    elif HAS_TQ or HAS_TK or HAS_TV:
         consume_dual(
             w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole,
             n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
@@ -260,13 +359,12 @@ def consume(
 
 
 @gluon.jit
-def forward(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d,
-    scale, HQ, GROUP, LQ, LK,
-    O, LSE, TO, MU,
+def attend(
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK,
     D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
+    """The program of both kernels: what it owns, its shared memory, its warps."""
     ROWS: gl.constexpr = 2 * GROUP_ROWS
     n_m = gl.cdiv(LQ, ROWS)
     i_m = gl.program_id(0) % n_m
@@ -300,9 +398,36 @@ def forward(
     fence_async_shared()
     gl.warp_specialize([
         (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-                   q_row, whole, n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV)),
+                   q_row, whole, n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
         (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-                   q_row, whole, n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV)),
+                   q_row, whole, n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
         (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
                    BN, SLOTS, HAS_TQ, HAS_TK, HAS_TV)),
     ], [4, 1], [240, 24])  # fmt: skip
+
+@gluon.jit
+def forward(
+    q_d, k_d, v_d, tq_d, tk_d, tv_d,
+    scale, HQ, GROUP, LQ, LK,
+    O, LSE, TO, MU,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+):  # fmt: skip
+    attend(
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, D, BN, SLOTS, TURNS, CAUSAL, RAGGED,
+        HAS_TQ, HAS_TK, HAS_TV, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def tangent(
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE,
+    scale, HQ, GROUP, LQ, LK,
+    TO, MU,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+):  # fmt: skip
+    attend(
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, D, BN, SLOTS, TURNS, CAUSAL, RAGGED,
+        HAS_TQ, HAS_TK, HAS_TV, True,
+    )  # fmt: skip

@@ -28,6 +28,7 @@ class Ring(NamedTuple):
 # measured on an H200 at L = 8192; keys are head dim and, for the backward, whether the tangents of gradients are wanted
 FORWARD = {64: Ring(128, 4, False, True), 128: Ring(128, 4, False, True)}
 FORWARD_DUAL = {64: Ring(128, 8, False, False), 128: Ring(64, 8, False, True)}
+TANGENT = {64: Ring(128, 8, False, False), 128: Ring(64, 8, False, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers at 128: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
@@ -98,13 +99,25 @@ def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO
     call = _Call(launcher, problem, x)
     dual = any(t is not None for t in tx[:3])
     ring = (FORWARD_DUAL if dual else FORWARD)[call.head_dim]
-    q, k, v, tq, tk, tv = (
-        Rows(a if t is None else t, rows)
-        for a, t, rows in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
-    )
+    outputs = (call.output, call.statistic, *((call.output, call.statistic) if dual else (None, None)))
+    return _along_keys(call, forward_kernels.forward, ring, tx, (), outputs)
+
+
+def tangent(launcher: Launcher, problem: Problem, x: Operands, o, log_sum_exp, tx: Operands):
+    """(ȯ, μ), linear in tx, from the saved o and ℓ."""
+    call = _Call(launcher, problem, x)
+    outputs = (call.output, call.statistic)
+    return _along_keys(call, forward_kernels.tangent, TANGENT[call.head_dim], tx, (o, log_sum_exp), outputs)
+
+
+def _along_keys(call: _Call, kernel, ring: Ring, tx: Operands, saved, outputs):
+    x = call.x
+    rows = [
+        Rows(a if t is None else t, n)
+        for a, t, n in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
+    ]
     return call.run(
-        forward_kernels.forward, ring, call.query_length, call.query_heads, (q, k, v, tq, tk, tv),
-        (call.output, call.statistic, *((call.output, call.statistic) if dual else (None, None))),
+        kernel, ring, call.query_length, call.query_heads, (*rows, *saved), outputs,
         BN=ring.tile, RAGGED=bool(call.key_length % ring.tile),
         HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None,
     )  # fmt: skip

@@ -69,10 +69,23 @@ def load_resident(desc, i_b, i_h, row, bar, buffer):
 
 
 @gluon.jit
-def store_rows(X, i_b, i_h, H, row, L, b_x, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """From registers to a contiguous [B, L, H, D] array."""
+def row_pointers(X, i_b, i_h, H, row, L, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers to the rows of a warpgroup in a contiguous [B, L, H, D] array, and which of them exist."""
     o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     offset = ((i_b.to(gl.int64) * L + row) * H + i_h) * D
     p_x = X + offset + gl.expand_dims((o_r - row) * (H * D), 1) + gl.expand_dims(o_d, 0)
-    gl.store(p_x, b_x.to(X.dtype.element_ty), mask=gl.expand_dims(o_r < L, 1))
+    return p_x, gl.expand_dims(o_r < L, 1)
+
+
+@gluon.jit
+def load_rows(X, i_b, i_h, H, row, L, D: gl.constexpr, LAYOUT: gl.constexpr):
+    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, D, LAYOUT)
+    return gl.load(p_x, mask=m_x, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def store_rows(X, i_b, i_h, H, row, L, b_x, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """From registers."""
+    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, D, LAYOUT)
+    gl.store(p_x, b_x.to(X.dtype.element_ty), mask=m_x)
