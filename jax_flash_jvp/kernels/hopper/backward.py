@@ -1,6 +1,6 @@
 """The backward and its tangent, for the key side and for the query side: one body.  Formulas as in `portable/backward.py`.
 
-A program owns 128 resident rows, 64 to a consumer warpgroup, and streams the other sequence:
+A program owns 64 resident rows for each of its GROUPS consumer warpgroups, and streams the other sequence:
 
                  resident a, c     streamed b, e     s = a bᵀ, dp = c eᵀ − δ, ds = p∘dp      da += ds b      dc += p e
     key side     k, v              q, d_o            tiles [keys, queries]                   dk              dv
@@ -77,18 +77,18 @@ def produce(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
     a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, GROUP, LQ, i_b, i_a, i_stream, a_row,
     plain_start, plain_count, masked_start, masked_count,
-    T: gl.constexpr, SLOTS: gl.constexpr, THROUGH_SHARED: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr,
+    T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, THROUGH_SHARED: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr,
     USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
 ):  # fmt: skip
     COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
-    mbarrier.expect(a_bar, 2 * COUNT * a_d.block_type.nbytes)
-    load_resident(a_d, i_b, i_a, a_row, a_bar, a_s)
+    mbarrier.expect(a_bar, GROUPS * COUNT * a_d.block_type.nbytes)
+    load_resident(a_d, i_b, i_a, a_row, a_bar, a_s, GROUPS)
     if USE_C:
-        load_resident(c_d, i_b, i_a, a_row, a_bar, c_s)
+        load_resident(c_d, i_b, i_a, a_row, a_bar, c_s, GROUPS)
     if USE_TA:
-        load_resident(ta_d, i_b, i_a, a_row, a_bar, ta_s)
+        load_resident(ta_d, i_b, i_a, a_row, a_bar, ta_s, GROUPS)
     if USE_TC:
-        load_resident(tc_d, i_b, i_a, a_row, a_bar, tc_s)
+        load_resident(tc_d, i_b, i_a, a_row, a_bar, tc_s, GROUPS)
     slot = 0
     phase = 1
     stage = 0
@@ -125,7 +125,7 @@ def produce(
 def consume(
     i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
     DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, i_b, i_a, i_stream, HQ, a_row, plain_start, plain_count, masked_start,
-    masked_count, D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW: gl.constexpr,
+    masked_count, D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     THROUGH_SHARED: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     MASKS: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
     USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
@@ -196,7 +196,7 @@ def consume(
                         c = matrix(c_s, z, GROUP_ROWS, D)
                         b_dp = warpgroup_mma(c, e.permute((1, 0)), zero, use_acc=False, is_async=True)
                     if TURNS:
-                        mbarrier.arrive(turn.index(1 - i_w), count=1)
+                        mbarrier.arrive(turn.index((i_w + 1) % GROUPS), count=1)
                     if THROUGH_SHARED:
                         mbarrier.wait(s_full.index(stage), s_phase)
                         lse2 = staged_column(stats, 4 * stage, x_l)
@@ -324,11 +324,12 @@ def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
     scale, HQ, GROUP, LQ, LK,
     DA, DC, TDA, TDC,
-    D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr,
+    D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr, DP_FIRST: gl.constexpr,
+    TURNS: gl.constexpr,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
     HAS_TE: gl.constexpr, WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = 2 * GROUP_ROWS
+    ROWS: gl.constexpr = GROUPS * GROUP_ROWS
     USE_C: gl.constexpr = WANT_A or WANT_TA
     USE_W: gl.constexpr = (HAS_TA or HAS_TB) and (WANT_TA or WANT_TC)
     USE_TA: gl.constexpr = HAS_TA and USE_W
@@ -375,39 +376,62 @@ def backward(
             masked_count = plain_start - masked_start
             plain_count = n - plain_start
 
-    a_s = tiles(a_d, 2)
-    c_s = tiles(c_d, 2) if USE_C else a_s
-    ta_s = tiles(ta_d, 2) if USE_TA else a_s
-    tc_s = tiles(tc_d, 2) if USE_TC else a_s
+    a_s = tiles(a_d, GROUPS)
+    c_s = tiles(c_d, GROUPS) if USE_C else a_s
+    ta_s = tiles(ta_d, GROUPS) if USE_TA else a_s
+    tc_s = tiles(tc_d, GROUPS) if USE_TC else a_s
     ring = tiles(b_d, SLOTS)
     a_bar = barriers(1, 1).index(0)
     full = barriers(SLOTS, 1)
-    empty = barriers(SLOTS, 2)
+    empty = barriers(SLOTS, GROUPS)
     # none that is not used: its memory would be given to others
-    turn = barriers(2, 1) if TURNS else full
+    turn = barriers(GROUPS, 1) if TURNS else full
     stats = full
     s_full = full
     s_empty = full
     if THROUGH_SHARED:
         stats = gl.allocate_shared_memory(gl.float32, [8, T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         s_full = barriers(2, 1)
-        s_empty = barriers(2, 2)
+        s_empty = barriers(2, GROUPS)
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    gl.warp_specialize([
-        (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
-                   plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, ROW, THROUGH_SHARED, DP_FIRST, TURNS,
-                   CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
-                   WANT_A, WANT_C, WANT_TA, WANT_TC)),
-        (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                   DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
-                   plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, ROW, THROUGH_SHARED, DP_FIRST, TURNS,
-                   CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
-                   WANT_A, WANT_C, WANT_TA, WANT_TC)),
-        (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-                   a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, i_b, i_a, i_stream,
-                   a_row, plain_start, plain_count, masked_start, masked_count,
-                   T, SLOTS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
+                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       WANT_A, WANT_C, WANT_TA, WANT_TC)),
+            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
+                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       WANT_A, WANT_C, WANT_TA, WANT_TC)),
+            (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
+                       a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, i_b, i_a, i_stream,
+                       a_row, plain_start, plain_count, masked_start, masked_count,
+                       T, SLOTS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
+                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       WANT_A, WANT_C, WANT_TA, WANT_TC)),
+            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
+                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       WANT_A, WANT_C, WANT_TA, WANT_TC)),
+            (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
+                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       WANT_A, WANT_C, WANT_TA, WANT_TC)),
+            (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
+                       a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, i_b, i_a, i_stream,
+                       a_row, plain_start, plain_count, masked_start, masked_count,
+                       T, SLOTS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -1,6 +1,6 @@
 """Forward, with its tangent where one is asked for, and the tangent alone.  The formulas are those of `portable/forward.py`.
 
-A program owns 128 queries, 64 to a consumer warpgroup.  With a tangent, the products of Ṡ and of P V̇ run while the softmax
+A program owns 64 queries for each of its consumer warpgroups, of which there are GROUPS, two or three.  With a tangent, the products of Ṡ and of P V̇ run while the softmax
 and P∘Ṡ are computed; without, the next tile's scores are issued before this tile's P V (FlashAttention-3's order,
 arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, so that one computes while the other multiplies.
 """
@@ -43,12 +43,12 @@ def hide(b_s, q_row, k_row, LK, BN: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: 
 @gluon.jit
 def produce(
     q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
-    BN: gl.constexpr, SLOTS: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
-    mbarrier.expect(q_bar, (4 if HAS_TQ else 2) * q_d.block_type.nbytes)
-    load_resident(q_d, i_b, i_h, q_row, q_bar, q_s)
+    mbarrier.expect(q_bar, (2 * GROUPS if HAS_TQ else GROUPS) * q_d.block_type.nbytes)
+    load_resident(q_d, i_b, i_h, q_row, q_bar, q_s, GROUPS)
     if HAS_TQ:
-        load_resident(tq_d, i_b, i_h, q_row, q_bar, tq_s)
+        load_resident(tq_d, i_b, i_h, q_row, q_bar, tq_s, GROUPS)
     slot = 0
     phase = 1
     for j in range(n):
@@ -71,7 +71,7 @@ def tangent_center(b_ts, LK, scale, BN: gl.constexpr):
 def consume_dual(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
     q_row, whole, n,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -122,7 +122,7 @@ def consume_dual(
                     else:
                         b_ts = warpgroup_mma(q, tk_t, zero, use_acc=False, is_async=True)
                 if TURNS:
-                    mbarrier.arrive(turn.index(1 - w), count=1)
+                    mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
                 if MASKED:
                     b_s = hide(b_s, row, j * BN, LK, BN, CAUSAL, s_l)
@@ -177,7 +177,7 @@ def consume_dual(
 def consume_tangent(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
     q_row, whole, n,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     """Linear in the tangents: P comes from the saved ℓ, so nothing is rescaled, and o is the saved one."""
@@ -226,7 +226,7 @@ def consume_tangent(
                     else:
                         b_ts = warpgroup_mma(q, tk_t, zero, use_acc=False, is_async=True)
                 if TURNS:
-                    mbarrier.arrive(turn.index(1 - w), count=1)
+                    mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
                 if MASKED:
                     b_s = hide(b_s, row, j * BN, LK, BN, CAUSAL, s_l)
@@ -275,7 +275,7 @@ def store_statistics(X, i_bh, row, LQ, b_x, LAYOUT: gl.constexpr):
 @gluon.jit
 def consume_plain(
     w: gl.constexpr, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -311,7 +311,7 @@ def consume_plain(
                 mbarrier.wait(full.index(v_slot), v_phase)
                 b_o = warpgroup_mma(p, matrix(ring, v_slot, BN, D), b_o, is_async=True)
                 if TURNS:
-                    mbarrier.arrive(turn.index(1 - w), count=1)
+                    mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(1, deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if MASKED:
@@ -338,34 +338,34 @@ def consume_plain(
 def consume(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
     q_row, whole, n,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     if LINEAR:
         consume_tangent(
             w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole,
-            n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
+            n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
         )  # fmt: skip
     elif HAS_TQ or HAS_TK or HAS_TV:
         consume_dual(
             w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole,
-            n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
+            n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
         )  # fmt: skip
     else:
         consume_plain(
             w, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
-            D, BN, SLOTS, TURNS, CAUSAL, RAGGED,
+            D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED,
         )  # fmt: skip
 
 
 @gluon.jit
 def attend(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     """The program of both kernels: what it owns, its shared memory, its warps."""
-    ROWS: gl.constexpr = 2 * GROUP_ROWS
+    ROWS: gl.constexpr = GROUPS * GROUP_ROWS
     n_m = gl.cdiv(LQ, ROWS)
     i_m = gl.program_id(0) % n_m
     i_bh = gl.program_id(0) // n_m
@@ -383,38 +383,51 @@ def attend(
     n = gl.cdiv(stop, BN)
     whole = seen // BN  # so many tiles every query sees whole
 
-    q_s = tiles(q_d, 2)
-    tq_s = tiles(q_d, 2) if HAS_TQ else q_s
+    q_s = tiles(q_d, GROUPS)
+    tq_s = tiles(q_d, GROUPS) if HAS_TQ else q_s
     ring = tiles(k_d, SLOTS)
     q_bar = barriers(1, 1).index(0)
     full = barriers(SLOTS, 1)
-    empty = barriers(SLOTS, 2)
-    turn = barriers(2, 1) if TURNS else full  # an unused barrier's memory would be given to others
+    empty = barriers(SLOTS, GROUPS)
+    turn = barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
     center = full
     if HAS_TQ or HAS_TK:
-        center = gl.allocate_shared_memory(gl.float32, [2, GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        center = gl.allocate_shared_memory(gl.float32, [GROUPS, GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    gl.warp_specialize([
-        (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-                   q_row, whole, n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-        (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-                   q_row, whole, n, D, BN, SLOTS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-        (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
-                   BN, SLOTS, HAS_TQ, HAS_TK, HAS_TV)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
+                       BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (consume, (2, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
+                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
+                       BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+
 
 @gluon.jit
 def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d,
     scale, HQ, GROUP, LQ, LK,
     O, LSE, TO, MU,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, D, BN, SLOTS, TURNS, CAUSAL, RAGGED,
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED,
         HAS_TQ, HAS_TK, HAS_TV, False,
     )  # fmt: skip
 
@@ -424,10 +437,10 @@ def tangent(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE,
     scale, HQ, GROUP, LQ, LK,
     TO, MU,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, D, BN, SLOTS, TURNS, CAUSAL, RAGGED,
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED,
         HAS_TQ, HAS_TK, HAS_TV, True,
     )  # fmt: skip

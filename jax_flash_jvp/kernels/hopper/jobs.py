@@ -11,9 +11,9 @@ from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
-RESIDENT = 128  # rows of a program, half of them to each consumer warpgroup
-GROUP = 64
-WARPS, REGISTERS = 4, 168  # of the first warpgroup; the kernels themselves redistribute registers among all of them
+GROUP = 64  # resident rows of a consumer warpgroup
+WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
+REGISTERS = {2: 168, 3: 128}
 
 
 class Ring(NamedTuple):
@@ -23,10 +23,11 @@ class Ring(NamedTuple):
     slots: int
     dp_first: bool
     turns: bool
+    groups: int = 2  # consumer warpgroups
 
 
 # measured on an H200 at L = 8192; keys are head dim and, for the backward, whether the tangents of gradients are wanted
-FORWARD = {64: Ring(128, 4, False, True), 128: Ring(128, 4, False, True)}
+FORWARD = {64: Ring(128, 4, False, True, 3), 128: Ring(128, 4, False, True)}
 FORWARD_DUAL = {64: Ring(128, 8, False, False), 128: Ring(64, 8, False, True)}
 TANGENT = {64: Ring(128, 8, False, False), 128: Ring(64, 8, False, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
@@ -86,10 +87,10 @@ class _Call:
     def run(self, kernel, ring: Ring, length: int, heads: int, inputs, outputs, **constants):
         placeholder = Output((1,), "float32")
         got = self.launcher.launch(
-            kernel, triton.cdiv(length, RESIDENT) * self.batch * heads, inputs, self.scalars,
+            kernel, triton.cdiv(length, GROUP * ring.groups) * self.batch * heads, inputs, self.scalars,
             [placeholder if o is None else o for o in outputs],
-            dict(D=self.head_dim, SLOTS=ring.slots, TURNS=ring.turns, CAUSAL=self.problem.is_causal, **constants),
-            WARPS, 1, registers=REGISTERS,
+            dict(D=self.head_dim, SLOTS=ring.slots, GROUPS=ring.groups, TURNS=ring.turns, CAUSAL=self.problem.is_causal, **constants),
+            WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
         return tuple(None if o is None else a for o, a in zip(outputs, got, strict=True))
 

@@ -14,7 +14,7 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup; a program has two
+GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup
 
 
 def shared_layout(block, dtype: str):
@@ -62,9 +62,9 @@ def load_tile(desc, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS: gl.con
 
 
 @gluon.jit
-def load_resident(desc, i_b, i_h, row, bar, buffer):
-    """The rows of both consumer warpgroups."""
-    for w in gl.static_range(2):
+def load_resident(desc, i_b, i_h, row, bar, buffer, GROUPS: gl.constexpr):
+    """The rows of all consumer warpgroups."""
+    for w in gl.static_range(GROUPS):
         async_load(desc, [i_b, i_h, row + GROUP_ROWS * w, 0], bar, buffer.index(w))
 
 
