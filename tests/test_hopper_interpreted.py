@@ -92,7 +92,7 @@ MUTANTS = {  # and whether it takes late copies to notice
     "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
     "values-not-waited-for": ("mbarrier.wait(full.index(v_slot), v_phase)", "pass", True),
     "resident-not-waited-for": ("mbarrier.wait(a_bar, 0)", "pass", True),
-    "out-of-turn": ("mbarrier.arrive(turn.index(1 - w), count=1)", "mbarrier.arrive(turn.index(w), count=1)", False),
+    "out-of-turn": ("mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)", "mbarrier.arrive(turn.index(w), count=1)", False),
     "statistics-overwritten": ("mbarrier.wait(s_empty.index(stage), s_phase)", "pass", True),
     "mu-dropped": ("b_w = b_ts * scale - mu", "b_w = b_ts * scale", False),
     "ragged-end": ("seen = o_n < LK", "seen = o_n < LK + 99", False),
