@@ -62,5 +62,5 @@ class Launcher(Protocol):
 
 def pointers(inputs: Sequence[Any]) -> list[Any]:
     """`inputs` with some array in the place of each None."""
-    present = next((i for i in inputs if i is not None and not isinstance(i, Rows)), None)
+    present = next((i.array if isinstance(i, Rows) else i for i in inputs if i is not None), None)
     return [present if i is None else i for i in inputs]

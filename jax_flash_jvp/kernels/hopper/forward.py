@@ -20,29 +20,41 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     LOG2E,
     advance,
     barriers,
+    clean,
     load_resident,
     load_rows,
     load_tile,
+    masked_tile,
     matrix,
+    reach,
+    seen_keys,
+    span,
     store_rows,
     tiles,
+    visited_tile,
 )
 
 
 @gluon.jit
-def hide(b_s, q_row, k_row, LK, BN: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """−∞ where a query does not see a key."""
+def visible(q_row, k_row, sight, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr):
+    query_end, key_end, left, right = sight
     o_n = gl.expand_dims(k_row + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    seen = o_n < LK
-    if CAUSAL:
-        o_m = gl.expand_dims(q_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
-        seen = seen & (o_n <= o_m)
-    return gl.where(seen, b_s, -float("inf"))
+    o_m = gl.expand_dims(q_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    return seen_keys(o_m, o_n, query_end, key_end, left, right, LEFT, RIGHT)
+
+
+@gluon.jit
+def shift_of(b_m, EMPTY: gl.constexpr):
+    """The maximum of each row, but 0 for rows that have seen nothing yet."""
+    if EMPTY:
+        return gl.where(b_m == -float("inf"), 0.0, b_m)
+    else:
+        return b_m
 
 
 @gluon.jit
 def produce(
-    q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
+    q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
     BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(q_bar, (2 * GROUPS if HAS_TQ else GROUPS) * q_d.block_type.nbytes)
@@ -51,7 +63,9 @@ def produce(
         load_resident(tq_d, i_b, i_h, q_row, q_bar, tq_s, GROUPS)
     slot = 0
     phase = 1
-    for j in range(n):
+    plain, masked, start, first, end = tiles_of
+    for t in range(plain + masked):
+        j = visited_tile(t, plain, start, first, end)
         slot, phase = load_tile(k_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
         if HAS_TK:
             slot, phase = load_tile(tk_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
@@ -61,17 +75,18 @@ def produce(
 
 
 @gluon.jit
-def tangent_center(b_ts, LK, scale, BN: gl.constexpr):
+def tangent_center(b_ts, count, scale):
     """As in `portable/scores.py`."""
-    b_c = gl.sum(b_ts, 1) * (scale / gl.minimum(LK, BN))
+    b_c = gl.sum(b_ts, 1) * (scale / gl.maximum(count, 1))
     return gl.where(gl.abs(b_c) < float("inf"), b_c, 0.0)
 
 
 @gluon.jit
 def consume_dual(
-    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-    q_row, whole, n,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+    q_row, tiles_of,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -82,6 +97,7 @@ def consume_dual(
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     N_TS: gl.constexpr = (1 if HAS_TQ else 0) + (1 if HAS_TK else 0)
     row = q_row + GROUP_ROWS * w
+    plain, masked, start, first, end = tiles_of
     b_m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
@@ -92,11 +108,13 @@ def consume_dual(
     c_s = center.index(w)  # in registers it would crowd others out
     k_slot = 0
     k_phase = 0
+    tick = 0
     for MASKED in gl.static_range(2):
-        if not MASKED or CAUSAL or RAGGED:
-            for j in range(whole if MASKED else 0, n if MASKED else whole):
+        if not MASKED or MASKS:
+            for t in range(masked if MASKED else plain):
+                j = masked_tile(t, start, first, end) if MASKED else first + t
                 # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
-                q = matrix(q_s, w + (j >> 20), GROUP_ROWS, D)
+                q = matrix(q_s, w + (tick >> 20), GROUP_ROWS, D)
                 tk_slot, tk_phase = k_slot, k_phase
                 if HAS_TK:
                     tk_slot, tk_phase = advance(k_slot, k_phase, SLOTS)
@@ -109,10 +127,10 @@ def consume_dual(
 
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if TURNS:
-                    mbarrier.wait(turn.index(w), j & 1)
+                    mbarrier.wait(turn.index(w), tick & 1)
                 b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)  # [64, BN]
                 if HAS_TQ:
-                    tq = matrix(tq_s, w + (j >> 20), GROUP_ROWS, D)
+                    tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
                     b_ts = warpgroup_mma(tq, k_t, zero, use_acc=False, is_async=True)
                 if HAS_TK:
                     mbarrier.wait(full.index(tk_slot), tk_phase)
@@ -125,10 +143,12 @@ def consume_dual(
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
                 if MASKED:
-                    b_s = hide(b_s, row, j * BN, LK, BN, CAUSAL, s_l)
+                    seen = visible(row, j * BN, sight, BN, LEFT, RIGHT, s_l)
+                    b_s = gl.where(seen, b_s, -float("inf"))
                 m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
-                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
-                alpha = gl.exp2(b_m - m_new)
+                m_shift = shift_of(m_new, EMPTY)
+                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_shift, 1))
+                alpha = gl.exp2(b_m - m_shift)
                 b_m = m_new
                 b_l = b_l * alpha + gl.sum(b_p, 1)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
@@ -137,18 +157,25 @@ def consume_dual(
                 b_to = b_to * alpha_o
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
+                    if MASKED and PADDED:
+                        b_ts = gl.where(seen, b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if HAS_TK:
                     mbarrier.arrive(empty.index(tk_slot), count=1)
 
                 mbarrier.wait(full.index(v_slot), v_phase)
+                if MASKED and PADDED:
+                    clean(v, j * BN, sight[1], BN, D)
                 b_o = warpgroup_mma(p, v, b_o, is_async=True)
                 if HAS_TV:
                     mbarrier.wait(full.index(tv_slot), tv_phase)
-                    b_to = warpgroup_mma(p, matrix(ring, tv_slot, BN, D), b_to, is_async=True)
+                    tv = matrix(ring, tv_slot, BN, D)
+                    if MASKED and PADDED:
+                        clean(tv, j * BN, sight[1], BN, D)
+                    b_to = warpgroup_mma(p, tv, b_to, is_async=True)
                 if HAS_TS:  # behind the products just issued
-                    if j == 0:
-                        c_s.store(tangent_center(b_ts, LK, scale, BN))
+                    if tick == 0:
+                        c_s.store(tangent_center(b_ts, gl.minimum(sight[1] - j * BN, BN), scale))
                     b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
                     b_mu = b_mu * alpha + gl.sum(b_pt, 1)
                     pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
@@ -160,24 +187,36 @@ def consume_dual(
                 if HAS_TV:
                     mbarrier.arrive(empty.index(tv_slot), count=1)
                 k_slot, k_phase = advance(tv_slot, tv_phase, SLOTS)
+                tick += 1
 
+    b_lse = (b_m + gl.log2(b_l)) * LN2
+    if EMPTY:
+        b_l = gl.where(b_l == 0.0, 1.0, b_l)
     b_mu = b_mu / b_l
     scaling = gl.expand_dims(gl.convert_layout(1.0 / b_l, ro_l), 1)
     b_o = b_o * scaling
     b_to = b_to * scaling - gl.expand_dims(gl.convert_layout(b_mu, ro_l), 1) * b_o
-    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, o_l)
-    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, o_l)
-    store_statistics(LSE, i_b * HQ + i_h, row, LQ, (b_m + gl.log2(b_l)) * LN2, r_l)
     if HAS_TS:
         b_mu += c_s.load(r_l)
+    if EMPTY:  # rows that see nothing, and padding
+        nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
+        b_lse = gl.where(nothing, -float("inf"), b_lse)
+        b_mu = gl.where(nothing, 0.0, b_mu)
+        nothing_o = gl.expand_dims(gl.convert_layout(nothing, ro_l), 1)
+        b_o = gl.where(nothing_o, 0.0, b_o)
+        b_to = gl.where(nothing_o, 0.0, b_to)
+    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, o_l)
+    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, o_l)
+    store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
 
 
 @gluon.jit
 def consume_tangent(
-    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-    q_row, whole, n,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+    q_row, tiles_of,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     """Linear in the tangents: P comes from the saved ℓ, so nothing is rescaled, and o is the saved one."""
@@ -189,8 +228,10 @@ def consume_tangent(
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     N_TS: gl.constexpr = (1 if HAS_TQ else 0) + (1 if HAS_TK else 0)
     row = q_row + GROUP_ROWS * w
+    plain, masked, start, first, end = tiles_of
     o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
-    lse2 = gl.load(LSE + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=float("inf")) * LOG2E
+    b_lse = gl.load(LSE + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
+    lse2 = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_to = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
@@ -198,10 +239,12 @@ def consume_tangent(
     c_s = center.index(w)
     k_slot = 0
     k_phase = 0
+    tick = 0
     for MASKED in gl.static_range(2):
-        if not MASKED or CAUSAL or RAGGED:
-            for j in range(whole if MASKED else 0, n if MASKED else whole):
-                q = matrix(q_s, w + (j >> 20), GROUP_ROWS, D)  # as in `consume_dual`
+        if not MASKED or MASKS:
+            for t in range(masked if MASKED else plain):
+                j = masked_tile(t, start, first, end) if MASKED else first + t
+                q = matrix(q_s, w + (tick >> 20), GROUP_ROWS, D)  # as in `consume_dual`
                 tk_slot, tk_phase = k_slot, k_phase
                 if HAS_TK:
                     tk_slot, tk_phase = advance(k_slot, k_phase, SLOTS)
@@ -213,10 +256,10 @@ def consume_tangent(
 
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if TURNS:
-                    mbarrier.wait(turn.index(w), j & 1)
+                    mbarrier.wait(turn.index(w), tick & 1)
                 b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)  # [64, BN]
                 if HAS_TQ:
-                    tq = matrix(tq_s, w + (j >> 20), GROUP_ROWS, D)
+                    tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
                     b_ts = warpgroup_mma(tq, k_t, zero, use_acc=False, is_async=True)
                 if HAS_TK:
                     mbarrier.wait(full.index(tk_slot), tk_phase)
@@ -229,27 +272,36 @@ def consume_tangent(
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
                 if MASKED:
-                    b_s = hide(b_s, row, j * BN, LK, BN, CAUSAL, s_l)
+                    seen = visible(row, j * BN, sight, BN, LEFT, RIGHT, s_l)
+                    b_s = gl.where(seen, b_s, -float("inf"))
                 b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(lse2, 1))
                 if HAS_TV:
                     p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
+                    if MASKED and PADDED:
+                        b_ts = gl.where(seen, b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if HAS_TK:
                     mbarrier.arrive(empty.index(tk_slot), count=1)
 
                 mbarrier.wait(full.index(v_slot), v_phase)
+                v = matrix(ring, v_slot, BN, D)
+                if MASKED and PADDED and HAS_TS:
+                    clean(v, j * BN, sight[1], BN, D)
                 if HAS_TV:
                     mbarrier.wait(full.index(tv_slot), tv_phase)
-                    b_to = warpgroup_mma(p, matrix(ring, tv_slot, BN, D), b_to, is_async=True)
+                    tv = matrix(ring, tv_slot, BN, D)
+                    if MASKED and PADDED:
+                        clean(tv, j * BN, sight[1], BN, D)
+                    b_to = warpgroup_mma(p, tv, b_to, is_async=True)
                 if HAS_TS:  # behind the product just issued
-                    if j == 0:
-                        c_s.store(tangent_center(b_ts, LK, scale, BN))
+                    if tick == 0:
+                        c_s.store(tangent_center(b_ts, gl.minimum(sight[1] - j * BN, BN), scale))
                     b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
                     b_mu += gl.sum(b_pt, 1)
                     pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
-                    b_to = warpgroup_mma(pt, matrix(ring, v_slot, BN, D), b_to, is_async=True)
+                    b_to = warpgroup_mma(pt, v, b_to, is_async=True)
                     b_to, pt = warpgroup_mma_wait(0, deps=[b_to, pt])
                 if HAS_TV:
                     b_to, p = warpgroup_mma_wait(0, deps=[b_to, p])
@@ -257,11 +309,16 @@ def consume_tangent(
                 if HAS_TV:
                     mbarrier.arrive(empty.index(tv_slot), count=1)
                 k_slot, k_phase = advance(tv_slot, tv_phase, SLOTS)
+                tick += 1
 
     if HAS_TS:
         b_o = load_rows(O, i_b, i_h, HQ, row, LQ, D, o_l)
         b_to -= gl.expand_dims(gl.convert_layout(b_mu, ro_l), 1) * b_o
         b_mu += c_s.load(r_l)
+    if EMPTY:
+        nothing = b_lse == -float("inf")
+        b_mu = gl.where(nothing, 0.0, b_mu)
+        b_to = gl.where(gl.expand_dims(gl.convert_layout(nothing, ro_l), 1), 0.0, b_to)
     store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, o_l)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
 
@@ -274,8 +331,9 @@ def store_statistics(X, i_bh, row, LQ, b_x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def consume_plain(
-    w: gl.constexpr, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    w: gl.constexpr, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, q_row, tiles_of,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -283,6 +341,7 @@ def consume_plain(
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
     row = q_row + GROUP_ROWS * w
+    plain, masked, start, first, end = tiles_of
     q = matrix(q_s, w, GROUP_ROWS, D)
     b_o = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
@@ -291,34 +350,43 @@ def consume_plain(
     b_s = warpgroup_mma(q, matrix(ring, 0, BN, D).permute((1, 0)), zero, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, deps=[b_s])
     mbarrier.arrive(empty.index(0), count=1)
-    if CAUSAL or RAGGED:
-        b_s = hide(b_s, row, 0, LK, BN, CAUSAL, s_l)
+    j = visited_tile(0, plain, start, first, end)
+    if MASKS:
+        b_s = gl.where(visible(row, j * BN, sight, BN, LEFT, RIGHT, s_l), b_s, -float("inf"))
     b_m = gl.max(b_s, 1) * (scale * LOG2E)
-    b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
+    b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(shift_of(b_m, EMPTY), 1))
     b_l = gl.sum(b_p, 1)
     p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
     v_slot = 1
     v_phase = 0
+    tick = 0
     for MASKED in gl.static_range(2):
-        if not MASKED or CAUSAL or RAGGED:
-            for j in range(gl.maximum(whole, 1) if MASKED else 1, n if MASKED else whole):
+        if not MASKED or MASKS:
+            for t in range(gl.maximum(1 - plain, 0) if MASKED else 1, masked if MASKED else plain):
+                v_row = j * BN
+                j = masked_tile(t, start, first, end) if MASKED else first + t
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if TURNS:
-                    mbarrier.wait(turn.index(w), (j - 1) & 1)
+                    mbarrier.wait(turn.index(w), tick & 1)
                 k_t = matrix(ring, k_slot, BN, D).permute((1, 0))
                 b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
                 mbarrier.wait(full.index(v_slot), v_phase)
-                b_o = warpgroup_mma(p, matrix(ring, v_slot, BN, D), b_o, is_async=True)
+                v = matrix(ring, v_slot, BN, D)
+                if MASKED and PADDED:
+                    clean(v, v_row, sight[1], BN, D)
+                b_o = warpgroup_mma(p, v, b_o, is_async=True)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(1, deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if MASKED:
-                    b_s = hide(b_s, row, j * BN, LK, BN, CAUSAL, s_l)
+                    seen = visible(row, j * BN, sight, BN, LEFT, RIGHT, s_l)
+                    b_s = gl.where(seen, b_s, -float("inf"))
                 m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
-                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
-                alpha = gl.exp2(b_m - m_new)
+                m_shift = shift_of(m_new, EMPTY)
+                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_shift, 1))
+                alpha = gl.exp2(b_m - m_shift)
                 b_m = m_new
                 b_l = b_l * alpha + gl.sum(b_p, 1)
                 b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
@@ -326,62 +394,89 @@ def consume_plain(
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 b_o = b_o * gl.expand_dims(gl.convert_layout(alpha, ro_l), 1)
                 v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
+                tick += 1
     mbarrier.wait(full.index(v_slot), v_phase)
-    b_o = warpgroup_mma(p, matrix(ring, v_slot, BN, D), b_o, is_async=True)
+    v = matrix(ring, v_slot, BN, D)
+    if PADDED:
+        clean(v, j * BN, sight[1], BN, D)
+    b_o = warpgroup_mma(p, v, b_o, is_async=True)
     b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
+    b_lse = (b_m + gl.log2(b_l)) * LN2
+    if EMPTY:
+        b_l = gl.where(b_l == 0.0, 1.0, b_l)
     b_o = b_o * gl.expand_dims(gl.convert_layout(1.0 / b_l, ro_l), 1)
+    if EMPTY:
+        nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
+        b_lse = gl.where(nothing, -float("inf"), b_lse)
+        b_o = gl.where(gl.expand_dims(gl.convert_layout(nothing, ro_l), 1), 0.0, b_o)
     store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, o_l)
-    store_statistics(LSE, i_b * HQ + i_h, row, LQ, (b_m + gl.log2(b_l)) * LN2, r_l)
+    store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
 
 
 @gluon.jit
 def consume(
-    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-    q_row, whole, n,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+    q_row, tiles_of,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     if LINEAR:
         consume_tangent(
-            w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole,
-            n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
+            w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, q_row,
+            tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV,
         )  # fmt: skip
     elif HAS_TQ or HAS_TK or HAS_TV:
         consume_dual(
-            w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h, q_row, whole,
-            n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV,
+            w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, q_row,
+            tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV,
         )  # fmt: skip
     else:
         consume_plain(
-            w, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, LK, i_b, i_h, q_row, whole, n,
-            D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED,
+            w, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, q_row, tiles_of,
+            D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY,
         )  # fmt: skip
 
 
 @gluon.jit
 def attend(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, left, right,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     """The program of both kernels: what it owns, its shared memory, its warps."""
     ROWS: gl.constexpr = GROUPS * GROUP_ROWS
+    MASKS: gl.constexpr = RIGHT or LEFT or KEY_LENGTHS or RAGGED
+    PADDED: gl.constexpr = KEY_LENGTHS
     n_m = gl.cdiv(LQ, ROWS)
     i_m = gl.program_id(0) % n_m
     i_bh = gl.program_id(0) // n_m
-    if CAUSAL:
+    if RIGHT:
         i_m = n_m - 1 - i_m  # the longest rows first
     i_b = i_bh // HQ
     i_h = i_bh % HQ
     i_k = i_h // GROUP
     q_row = i_m * ROWS
-    stop = LK
-    seen = LK
-    if CAUSAL:
-        stop = gl.minimum(LK, q_row + ROWS)
-        seen = gl.minimum(LK, q_row + 1)
-    n = gl.cdiv(stop, BN)
-    whole = seen // BN  # so many tiles every query sees whole
+    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
+    sight = (query_end, key_end, left, right)
+    start = 0
+    first = 0
+    whole = key_end
+    stop = key_end
+    if RIGHT:
+        whole = gl.minimum(key_end, q_row + right + 1)
+        stop = gl.minimum(key_end, q_row + ROWS + right)
+    if LEFT:
+        start = q_row - left
+        first = q_row + ROWS - 1 - left
+    if QUERY_LENGTHS:
+        if q_row >= query_end:
+            stop = 0
+    plain, masked, start, first, end = span(start, first, whole, stop, BN)
+    if EMPTY:
+        masked = gl.maximum(masked, 1 - plain)  # one tile at least, if nobody sees it
+    tiles_of = (plain, masked, start, first, end)
 
     q_s = tiles(q_d, GROUPS)
     tq_s = tiles(q_d, GROUPS) if HAS_TQ else q_s
@@ -398,49 +493,51 @@ def attend(
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
+            (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
                        BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (2, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, LK, i_b, i_h,
-                       q_row, whole, n, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, n,
+            (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (consume, (2, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
                        BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 @gluon.jit
 def forward(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d,
-    scale, HQ, GROUP, LQ, LK,
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS,
+    scale, HQ, GROUP, LQ, LK, left, right,
     O, LSE, TO, MU,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED,
-        HAS_TQ, HAS_TK, HAS_TV, False,
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, left, right,
+        D, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, False,
     )  # fmt: skip
 
 
 @gluon.jit
 def tangent(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE,
-    scale, HQ, GROUP, LQ, LK,
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE,
+    scale, HQ, GROUP, LQ, LK, left, right,
     TO, MU,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, D, BN, SLOTS, GROUPS, TURNS, CAUSAL, RAGGED,
-        HAS_TQ, HAS_TK, HAS_TV, True,
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, left, right,
+        D, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, True,
     )  # fmt: skip

@@ -57,10 +57,10 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
     if x.query.shape[-1] not in FORWARD:
         return f"a head dim of {x.query.shape[-1]}"
     for name, array in x._asdict().items():
-        if array is not None and name not in ("query", "key", "value"):
+        if array is not None and name not in ("query", "key", "value", "query_lengths", "key_lengths"):
             return f"`{name}`"
-    if problem.window is not None or problem.lower_right or problem.soft_cap is not None:
-        return "a window, causality from the lower right or a soft cap"
+    if problem.soft_cap is not None:
+        return "a soft cap"
     if x.value.shape[-1] != x.query.shape[-1]:
         return "a `value` whose channels differ from those of `query`"
     if problem.scale <= 0:
@@ -79,7 +79,16 @@ class _Call:
         self.key_length, self.key_heads = x.key.shape[1:3]
         self.dtype = dtype_of(x.query)
         group = self.query_heads // self.key_heads
-        self.scalars = (float(problem.scale), self.query_heads, group, self.query_length, self.key_length)
+        left, right = problem.reach(self.query_length, self.key_length)
+        padded = x.query_lengths is not None or x.key_lengths is not None
+        self.scalars = (
+            float(problem.scale), self.query_heads, group, self.query_length, self.key_length, left or 0, right or 0
+        )  # fmt: skip
+        self.constants = dict(
+            D=self.head_dim, LEFT=left is not None, RIGHT=right is not None, QUERY_LENGTHS=x.query_lengths is not None,
+            KEY_LENGTHS=x.key_lengths is not None,
+        )  # fmt: skip
+        self.empty = left is not None or padded or (right or 0) < 0  # are there rows that see nothing?
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
         self.output = Output((self.batch, self.query_length, self.query_heads, self.head_dim), self.dtype)
         self.key_gradient = Output((self.batch, self.key_length, self.key_heads, self.head_dim), self.dtype)
@@ -89,7 +98,7 @@ class _Call:
         got = self.launcher.launch(
             kernel, triton.cdiv(length, GROUP * ring.groups) * self.batch * heads, inputs, self.scalars,
             [placeholder if o is None else o for o in outputs],
-            dict(D=self.head_dim, SLOTS=ring.slots, GROUPS=ring.groups, TURNS=ring.turns, CAUSAL=self.problem.is_causal, **constants),
+            dict(self.constants, SLOTS=ring.slots, GROUPS=ring.groups, TURNS=ring.turns, **constants),
             WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
         return tuple(None if o is None else a for o, a in zip(outputs, got, strict=True))
@@ -118,8 +127,8 @@ def _along_keys(call: _Call, kernel, ring: Ring, tx: Operands, saved, outputs):
         for a, t, n in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
     ]
     return call.run(
-        kernel, ring, call.query_length, call.query_heads, (*rows, *saved), outputs,
-        BN=ring.tile, RAGGED=bool(call.key_length % ring.tile),
+        kernel, ring, call.query_length, call.query_heads, (*rows, x.query_lengths, x.key_lengths, *saved), outputs,
+        BN=ring.tile, EMPTY=call.empty, RAGGED=bool(call.key_length % ring.tile),
         HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None,
     )  # fmt: skip
 

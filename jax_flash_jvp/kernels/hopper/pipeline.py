@@ -7,7 +7,7 @@ inputs need no copy and rows past L arrive as zeros.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # renamed between Triton 3.6 and 3.9
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -51,6 +51,65 @@ def tiles(desc, N: gl.constexpr):
 def matrix(buffer, i, ROWS: gl.constexpr, D: gl.constexpr):
     """Tile i as a matrix [ROWS, D]."""
     return buffer.index(i).reshape([ROWS, D])
+
+
+@gluon.jit
+def reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr):
+    """(queries, keys) of this batch entry; what lies beyond is padding."""
+    if QUERY_LENGTHS:
+        LQ = gl.minimum(LQ, gl.load(Q_LENGTHS + i_b))
+    if KEY_LENGTHS:
+        LK = gl.minimum(LK, gl.load(K_LENGTHS + i_b))
+    return LQ, LK
+
+
+@gluon.jit
+def span(start, first, whole, stop, T: gl.constexpr):
+    """(whole tiles, masked tiles, start, first, end) of a loop over the rows start … stop, of which first … whole are seen by
+    everybody: the tiles first … end - 1, which need no mask, come first; then those from `start` on, and those after."""
+    n = gl.maximum(gl.cdiv(stop, T), 0)
+    start = gl.minimum(gl.maximum(start, 0) // T, n)
+    first = gl.minimum(gl.maximum(gl.cdiv(first, T), start), n)
+    end = gl.minimum(gl.maximum(gl.maximum(whole, 0) // T, first), n)
+    return end - first, first - start + n - end, start, first, end
+
+
+@gluon.jit
+def masked_tile(t, start, first, end):
+    j = start + t
+    if j >= first:
+        j += end - first
+    return j
+
+
+@gluon.jit
+def visited_tile(t, plain, start, first, end):
+    j = first + t
+    if t >= plain:
+        j = masked_tile(t - plain, start, first, end)
+    return j
+
+
+@gluon.jit
+def seen_keys(o_m, o_n, query_end, key_end, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Which of the keys o_n the queries o_m see; one is a column, the other a row."""
+    seen = (o_n < key_end) & (o_m < query_end)
+    if RIGHT:
+        seen = seen & (o_n <= o_m + right)
+    if LEFT:
+        seen = seen & (o_n >= o_m - left)
+    return seen
+
+
+@gluon.jit
+def clean(tile, row, end, ROWS: gl.constexpr, D: gl.constexpr):
+    """Zeros for the rows of a tile in shared memory past `end`, which may hold anything: 0 · NaN would be NaN."""
+    if row + ROWS > end:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+        o_r = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
+        b_x = tile.load(layout)
+        tile.store(gl.where(o_r < end, b_x, gl.zeros([ROWS, D], tile.dtype, layout)))
+        fence_async_shared()
 
 
 @gluon.jit
