@@ -1,5 +1,7 @@
 """Every shipped Hopper kernel, compiled without a GPU: no serialised wgmma, hardly a spill, fits."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +12,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
 from jax_flash_jvp.kernels.launcher import Rows, pointers
 from jax_flash_jvp.problem import Operands, Problem
 
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
 # bytes that a thread stores, admitted with Triton 3.9; with 3.6 the kernels hardly spill
 SPILL = {("forward_dual", 64): 2200}
@@ -46,12 +48,17 @@ class Recorder:
         return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
 
 
-def last_launch(job, head_dim, plain):
-    recorder, length = Recorder(), 1024 if plain else 1023
+def last_launch(job, head_dim, kind):
+    recorder, length = Recorder(), 1023 if kind == "causal-ragged" else 1024
     array = lambda heads: jax.ShapeDtypeStruct((2, length, heads, head_dim), jnp.bfloat16)
     o, statistic = array(8), jax.ShapeDtypeStruct((2, 8, length), jnp.float32)
     x = Operands(o, array(2), array(2))
-    problem = Problem(scale=0.125, is_causal=not plain, implementation="hopper")
+    problem = Problem(scale=0.125, is_causal=kind == "causal-ragged", implementation="hopper")
+    if kind == "window-lengths":
+        problem = dataclasses.replace(problem, window=(100, 10))
+        x = x._replace(
+            query_lengths=jax.ShapeDtypeStruct((2,), "int32"), key_lengths=jax.ShapeDtypeStruct((2,), "int32")
+        )
     along = (x, (o, statistic), (o, None))
     backward = lambda want: jobs.backward(recorder, problem, x, (o, statistic), (o, None), want)
     dual = lambda want, tangents: jobs.backward_dual(
@@ -88,14 +95,14 @@ JOBS = (
 
 
 @pytest.mark.parametrize(
-    "plain", [pytest.param(True, marks=pytest.mark.slow, id="whole"), pytest.param(False, id="causal-ragged")]
+    "kind", ["causal-ragged", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("whole", "window-lengths"))]
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("job", JOBS)
-def test_compiles_without_serialised_products(job, head_dim, plain):
+def test_compiles_without_serialised_products(job, head_dim, kind):
     if (job, head_dim) == ("value_side_dual", 64):
         pytest.skip("one launch serves both sums there")
-    kernel, signature, constants, options = last_launch(job, head_dim, plain)
+    kernel, signature, constants, options = last_launch(job, head_dim, kind)
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert resources.warnings == ()
     assert resources.fits(90)

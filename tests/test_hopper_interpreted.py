@@ -14,14 +14,28 @@ from jax_flash_jvp import reference
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.problem import Operands, Problem
 
+QKV = ("query", "key", "value")
+
+
+def past(a, ends):
+    return (np.arange(a.shape[1]) >= ends[:, None])[:, :, None, None]
+
 
 def draw(seed, *shape):
     return oracle.normal(seed, *shape).astype(jnp.bfloat16)
 
 
 def check(problem, x, tx, want=(True,) * 3, want_tangent=(True,) * 3, launcher=None):
-    """Every job, on the same arrays: as near to the reference in float32 as the reference in the dtype of x is."""
+    """Every job, on the same arrays: as near to the reference in float32 as the reference in the dtype of x is.  What the
+    kernels see holds NaN past the lengths."""
     launcher = launcher or gluon_on_numpy.Launcher()
+
+    def torn(arrays):
+        """q, k, v or the cotangent of o."""
+        ends = (x.query_lengths, *(x.key_lengths,) * 2)[: len(arrays)]
+        pairs = ((a, None if a is None or end is None else end) for a, end in zip(arrays, ends, strict=True))
+        return [a if end is None else np.where(past(a, end), np.nan, a).astype(a.dtype) for a, end in pairs]
+
     batch, length, heads, _ = x.query.shape
     cy, tcy = (
         (draw(20 + i, batch, length, heads, x.value.shape[3]), np.float32(oracle.normal(30 + i, batch, heads, length)))
@@ -29,26 +43,29 @@ def check(problem, x, tx, want=(True,) * 3, want_tangent=(True,) * 3, launcher=N
     )
 
     def near(got, by_reference, *arrays):
-        exact = by_reference(*jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), arrays), problem)
+        wide = lambda a: jnp.asarray(a, None if a.dtype == np.int32 else jnp.float32)
+        exact = by_reference(*jax.tree.map(wide, arrays), problem)
         naive = by_reference(*jax.tree.map(jnp.asarray, arrays), problem)
         oracle.assert_close(got, exact, naive)
         return jax.tree.map(np.asarray, naive)
 
-    y = near(jobs.forward(launcher, problem, x)[:2], reference.forward, x)
+    torn_x, torn_tx = x._replace(**dict(zip(QKV, torn(x[:3]), strict=True))), Operands(*torn(tx[:3]))
+    torn_cy, torn_tcy = ((*torn(c[:1]), c[1]) for c in (cy, tcy))
+    y = near(jobs.forward(launcher, problem, torn_x)[:2], reference.forward, x)
     dual, ty = any(t is not None for t in tx), (None, None)
     if dual:
-        o, lse, *ty = jobs.forward(launcher, problem, x, tx)
+        o, lse, *ty = jobs.forward(launcher, problem, torn_x, torn_tx)
         _, ty = near(((o, lse), tuple(ty)), reference.forward_dual, x, tx)
-        near(jobs.tangent(launcher, problem, x, *y, tx), reference.tangent, x, y, tx)
+        near(jobs.tangent(launcher, problem, torn_x, *y, torn_tx), reference.tangent, x, y, tx)
     want, want_tangent = (*want, False), (*want_tangent, False)
     if any(want):
-        got = jobs.backward(launcher, problem, x, y, cy, want)
+        got = jobs.backward(launcher, problem, torn_x, y, torn_cy, want)
         near(got, functools.partial(reference.backward, want=want), x, y, cy)
     if dual:
-        along = tx, ty, tcy
-        got = jobs.backward_dual(launcher, problem, x, y, cy, along, want, want_tangent)
+        along = torn_tx, ty, torn_tcy
+        got = jobs.backward_dual(launcher, problem, torn_x, y, torn_cy, along, want, want_tangent)
         by_reference = functools.partial(reference.backward_dual, want=want, want_tangent=want_tangent)
-        near(got, by_reference, x, y, cy, along)
+        near(got, by_reference, x, y, cy, (tx, ty, tcy))
 
 
 def operands(shape, seed=0):
@@ -66,6 +83,34 @@ def problem(d, causal):
 @pytest.mark.parametrize("shape", [(1, 70, 300, 2, 1, 64), (2, 200, 129, 1, 1, 128)], ids=["D64", "D128"])
 def test_every_job(shape, causal, late):
     check(problem(shape[-1], causal), *operands(shape), launcher=gluon_on_numpy.Launcher(late=late))
+
+
+def lengths(*numbers):
+    return np.array(numbers, np.int32)
+
+
+FEATURES = {
+    "window": dict(window=(100, 30)),
+    "window-left": dict(window=(20, None)),
+    "lower-right": dict(is_causal=True, lower_right=True),
+    "key-lengths": dict(key_lengths=lengths(200, 0)),
+    "query-lengths": dict(query_lengths=lengths(150, 70)),
+    "lengths-causal": dict(is_causal=True, query_lengths=lengths(150, 0), key_lengths=lengths(130, 40)),
+    "all": dict(
+        window=(64, 10), is_causal=True, lower_right=True, query_lengths=lengths(190, 33), key_lengths=lengths(100, 250)
+    ),
+}
+
+
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "late"])
+@pytest.mark.parametrize("shape", [(2, 200, 300, 2, 1, 64), (2, 300, 140, 1, 1, 128)], ids=["D64", "D128"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, shape, late):
+    static = dict(FEATURES[feature])
+    arrays = {name: static.pop(name) for name in ("query_lengths", "key_lengths") if name in static}
+    x, tx = operands(shape)
+    case = Problem(scale=shape[-1] ** -0.5, implementation="hopper", **static)
+    check(case, x._replace(**arrays), tx, launcher=gluon_on_numpy.Launcher(late=late))
 
 
 @pytest.mark.parametrize("wrt", [s for n in (1, 2) for s in itertools.combinations(range(3), n)], ids=str)
@@ -92,10 +137,14 @@ MUTANTS = {  # and whether it takes late copies to notice
     "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
     "values-not-waited-for": ("mbarrier.wait(full.index(v_slot), v_phase)", "pass", True),
     "resident-not-waited-for": ("mbarrier.wait(a_bar, 0)", "pass", True),
-    "out-of-turn": ("mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)", "mbarrier.arrive(turn.index(w), count=1)", False),
+    "out-of-turn": (
+        "mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)",
+        "mbarrier.arrive(turn.index(w), count=1)",
+        False,
+    ),
     "statistics-overwritten": ("mbarrier.wait(s_empty.index(stage), s_phase)", "pass", True),
     "mu-dropped": ("b_w = b_ts * scale - mu", "b_w = b_ts * scale", False),
-    "ragged-end": ("seen = o_n < LK", "seen = o_n < LK + 99", False),
+    "ragged-end": ("seen = (o_n < key_end)", "seen = (o_n < key_end + 99)", False),
 }
 
 

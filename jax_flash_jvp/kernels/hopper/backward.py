@@ -26,9 +26,14 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     LOG2E,
     advance,
     barriers,
+    clean,
     load_resident,
     load_tile,
+    masked_tile,
     matrix,
+    reach,
+    seen_keys,
+    span,
     store_rows,
     tiles,
 )
@@ -59,25 +64,34 @@ def row_statistic(X, x, m_x, other: gl.constexpr):
 
 
 @gluon.jit
-def hide(b_s, a_row, b_row, LB, T: gl.constexpr, ROW: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """−∞ where the query does not see the key.  (On the key side the padding is hidden by ℓ = +∞.)"""
+def visible(
+    a_row, b_row, sight, T: gl.constexpr, ROW: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    query_end, key_end, left, right = sight
     o_a = gl.expand_dims(a_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
     o_b = gl.expand_dims(b_row + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)), 0)
     if ROW:
-        seen = o_b < LB
-        if CAUSAL:
-            seen = seen & (o_b <= o_a)
+        return seen_keys(o_a, o_b, query_end, key_end, left, right, LEFT, RIGHT)
     else:
-        seen = o_a <= o_b
-    return gl.where(seen, b_s, -float("inf"))
+        return seen_keys(o_b, o_a, query_end, key_end, left, right, LEFT, RIGHT)
+
+
+@gluon.jit
+def store_gradient(X, i_b, i_a, HA, row, LA, b_x, end, D: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr):
+    if PADDED:
+        o_a = gl.expand_dims(row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+        b_x = gl.where(o_a < end, b_x, 0.0)
+    store_rows(X, i_b, i_a, HA, row, LA, b_x, D, LAYOUT)
 
 
 @gluon.jit
 def produce(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-    a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, GROUP, LQ, i_b, i_a, i_stream, a_row,
-    plain_start, plain_count, masked_start, masked_count,
-    T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, THROUGH_SHARED: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr,
+    a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, GROUP, LQ, query_end, i_b, i_a, i_stream,
+    a_row,
+    tiles_of,
+    T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, THROUGH_SHARED: gl.constexpr, USE_C: gl.constexpr,
+    USE_W: gl.constexpr,
     USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
 ):  # fmt: skip
     COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
@@ -93,24 +107,23 @@ def produce(
     phase = 1
     stage = 0
     s_phase = 1
+    plain, masked, start, first, end = tiles_of
     for MASKED in gl.static_range(2):
-        start = masked_start if MASKED else plain_start
-        count = masked_count if MASKED else plain_count
         for i_g in range(GROUP):
             i_h = i_stream + i_g
-            for j in range(start, start + count):
-                row = j * T
+            for t in range(masked if MASKED else plain):
+                row = (masked_tile(t, start, first, end) if MASKED else first + t) * T
                 if THROUGH_SHARED:
                     o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
                     x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
                     mbarrier.wait(s_empty.index(stage), s_phase)
-                    stage_column(LSE2, x, o_m < LQ, float("inf"), stats, 4 * stage)
+                    stage_column(LSE2, x, o_m < query_end, float("inf"), stats, 4 * stage)
                     if USE_W:
-                        stage_column(MU, x, o_m < LQ, 0.0, stats, 4 * stage + 1)
+                        stage_column(MU, x, o_m < query_end, 0.0, stats, 4 * stage + 1)
                     if USE_C:
-                        stage_column(DELTA, x, o_m < LQ, 0.0, stats, 4 * stage + 2)
+                        stage_column(DELTA, x, o_m < query_end, 0.0, stats, 4 * stage + 2)
                     if WANT_TA:
-                        stage_column(T_DELTA, x, o_m < LQ, 0.0, stats, 4 * stage + 3)
+                        stage_column(T_DELTA, x, o_m < query_end, 0.0, stats, 4 * stage + 3)
                     mbarrier.arrive(s_full.index(stage), count=1)
                     stage, s_phase = advance(stage, s_phase, 2)
                 slot, phase = load_tile(b_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
@@ -124,10 +137,11 @@ def produce(
 @gluon.jit
 def consume(
     i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-    DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, i_b, i_a, i_stream, HQ, a_row, plain_start, plain_count, masked_start,
-    masked_count, D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
-    THROUGH_SHARED: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    MASKS: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
+    DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row, tiles_of,
+    D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
+    THROUGH_SHARED: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    RAGGED: gl.constexpr, MASKS: gl.constexpr, PADDED_A: gl.constexpr, PADDED_B: gl.constexpr, USE_C: gl.constexpr,
+    USE_W: gl.constexpr, USE_TA: gl.constexpr,
     USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
@@ -159,6 +173,9 @@ def consume(
         if WANT_TA:
             t_delta = row_statistic(T_DELTA, x, o_a < LA, 0.0)
     mbarrier.wait(a_bar, 0)
+    end_a = sight[0] if ROW else sight[1]
+    end_b = sight[1] if ROW else sight[0]
+    plain, masked, start, first, end = tiles_of
     b_slot = 0
     b_phase = 0
     stage = 0
@@ -166,11 +183,10 @@ def consume(
     tick = 0
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
-            start = masked_start if MASKED else plain_start
-            count = masked_count if MASKED else plain_count
             for i_g in range(GROUP):
                 x_g = (i_b * HQ + i_stream + i_g).to(gl.int64) * LB
-                for j in range(start, start + count):
+                for t in range(masked if MASKED else plain):
+                    j = masked_tile(t, start, first, end) if MASKED else first + t
                     z = i_w + (
                         tick >> 28
                     )  # zero, but not to the compiler: else it keeps every resident descriptor in registers
@@ -184,9 +200,20 @@ def consume(
                         te_slot, te_phase = advance(tb_slot, tb_phase, SLOTS)
                     b = matrix(ring, b_slot, T, D)
                     e = matrix(ring, e_slot, T, D)
+                    if MASKED and PADDED_B:
+                        mbarrier.wait(full.index(b_slot), b_phase)
+                        clean(b, j * T, end_b, T, D)
+                        mbarrier.wait(full.index(e_slot), e_phase)
+                        clean(e, j * T, end_b, T, D)
+                        if USE_TB:
+                            mbarrier.wait(full.index(tb_slot), tb_phase)
+                            clean(matrix(ring, tb_slot, T, D), j * T, end_b, T, D)
+                        if USE_TE:
+                            mbarrier.wait(full.index(te_slot), te_phase)
+                            clean(matrix(ring, te_slot, T, D), j * T, end_b, T, D)
 
                     if not ROW and not THROUGH_SHARED:
-                        lse2 = column(LSE2 + x_g, j * T, LB, float("inf"), T, RAGGED, x_l)
+                        lse2 = column(LSE2 + x_g, j * T, end_b, float("inf"), T, RAGGED, x_l)
                     mbarrier.wait(full.index(b_slot), b_phase)
                     if TURNS:
                         mbarrier.wait(turn.index(i_w), tick & 1)
@@ -202,7 +229,7 @@ def consume(
                         lse2 = staged_column(stats, 4 * stage, x_l)
                     b_s = warpgroup_mma_wait(1 if USE_C else 0, deps=[b_s])
                     if MASKED:
-                        b_s = hide(b_s, a_start, j * T, LB, T, ROW, CAUSAL, s_l)
+                        b_s = gl.where(visible(a_start, j * T, sight, T, ROW, LEFT, RIGHT, s_l), b_s, -float("inf"))
                     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
                     if N_P > 0:
                         p = gl.convert_layout(b_p.to(dtype), p_l)
@@ -228,7 +255,7 @@ def consume(
 
                     if USE_C:
                         if not ROW and not THROUGH_SHARED:
-                            delta = column(DELTA + x_g, j * T, LB, 0.0, T, RAGGED, x_l)
+                            delta = column(DELTA + x_g, j * T, end_b, 0.0, T, RAGGED, x_l)
                         if THROUGH_SHARED:
                             delta = staged_column(stats, 4 * stage + 2, x_l)
                         b_dp = warpgroup_mma_wait(N_TS + N_P, deps=[b_dp])
@@ -310,23 +337,23 @@ def consume(
                     tick += 1
 
     if WANT_A:
-        store_rows(DA, i_b, i_a, HA, a_start, LA, b_da * scale, D, o_l)
+        store_gradient(DA, i_b, i_a, HA, a_start, LA, b_da * scale, end_a, D, PADDED_A, o_l)
     if WANT_C:
-        store_rows(DC, i_b, i_a, HA, a_start, LA, b_dc, D, o_l)
+        store_gradient(DC, i_b, i_a, HA, a_start, LA, b_dc, end_a, D, PADDED_A, o_l)
     if WANT_TA:
-        store_rows(TDA, i_b, i_a, HA, a_start, LA, b_tda * scale, D, o_l)
+        store_gradient(TDA, i_b, i_a, HA, a_start, LA, b_tda * scale, end_a, D, PADDED_A, o_l)
     if WANT_TC:
-        store_rows(TDC, i_b, i_a, HA, a_start, LA, b_tdc, D, o_l)
+        store_gradient(TDC, i_b, i_a, HA, a_start, LA, b_tdc, end_a, D, PADDED_A, o_l)
 
 
 @gluon.jit
 def backward(
-    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-    scale, HQ, GROUP, LQ, LK,
+    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA, Q_LENGTHS, K_LENGTHS,
+    scale, HQ, GROUP, LQ, LK, left, right,
     DA, DC, TDA, TDC,
     D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr, DP_FIRST: gl.constexpr,
-    TURNS: gl.constexpr,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
+    TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+    RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
     HAS_TE: gl.constexpr, WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = GROUPS * GROUP_ROWS
@@ -336,7 +363,9 @@ def backward(
     USE_TB: gl.constexpr = HAS_TB and USE_W
     USE_TC: gl.constexpr = HAS_TC and WANT_TA
     USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
-    MASKS: gl.constexpr = CAUSAL or (ROW and RAGGED)
+    PADDED_A: gl.constexpr = QUERY_LENGTHS if ROW else KEY_LENGTHS
+    PADDED_B: gl.constexpr = KEY_LENGTHS if ROW else QUERY_LENGTHS
+    MASKS: gl.constexpr = LEFT or RIGHT or PADDED_B or (ROW and RAGGED)
     THROUGH_SHARED: gl.constexpr = not ROW and (
         WANT_TA or WANT_TC
     )  # else the few that are needed come straight from memory
@@ -348,33 +377,42 @@ def backward(
     n_a = gl.cdiv(LA, ROWS)
     i = gl.program_id(0) % n_a
     i_ba = gl.program_id(0) // n_a
-    if CAUSAL and ROW:
+    if RIGHT and ROW:
         i = n_a - 1 - i  # the longest rows first
     i_b = i_ba // HA
     i_a = i_ba % HA
     a_row = i * ROWS
-    n = gl.cdiv(LB, T)
-    # tiles of the streamed sequence: those that are seen whole, and those to be masked
-    plain_start = 0
-    plain_count = n
-    masked_start = 0
-    masked_count = 0
+    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
+    sight = (query_end, key_end, left, right)
+    # the streamed rows start … stop that some resident row sees, or is seen by, and of them those that all do
+    start = 0
+    first = 0
     if ROW:
         group = 1
         i_stream = i_a // GROUP
-        stop = gl.minimum(LB, a_row + ROWS) if CAUSAL else LB
-        seen = gl.minimum(LB, a_row + 1) if CAUSAL else LB
-        plain_count = seen // T
-        masked_start = plain_count
-        masked_count = gl.cdiv(stop, T) - plain_count
+        whole = key_end
+        stop = key_end
+        if RIGHT:
+            whole = gl.minimum(key_end, a_row + right + 1)
+            stop = gl.minimum(key_end, a_row + ROWS + right)
+        if LEFT:
+            start = a_row - left
+            first = a_row + ROWS - 1 - left
     else:
         group = GROUP
         i_stream = i_a * GROUP
-        if CAUSAL:
-            masked_start = gl.minimum(a_row // T, n)
-            plain_start = gl.minimum(gl.cdiv(a_row + ROWS - 1, T), n)
-            masked_count = plain_start - masked_start
-            plain_count = n - plain_start
+        stop = query_end
+        whole = query_end if QUERY_LENGTHS else query_end + T - 1  # absent queries are hidden by their ℓ = +∞
+        if RIGHT:
+            start = a_row - right
+            first = a_row + ROWS - 1 - right
+        if LEFT:
+            whole = gl.minimum(whole, a_row + left + 1)
+            stop = gl.minimum(stop, a_row + ROWS + left)
+    if PADDED_A:
+        if a_row >= (query_end if ROW else key_end):
+            stop = 0
+    tiles_of = span(start, first, whole, stop, T)
 
     a_s = tiles(a_d, GROUPS)
     c_s = tiles(c_d, GROUPS) if USE_C else a_s
@@ -398,40 +436,52 @@ def backward(
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
-                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
-                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
+                       T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
+                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
+                       USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
-            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
-                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
-                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
+                       T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
+                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
+                       USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-                       a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, i_b, i_a, i_stream,
-                       a_row, plain_start, plain_count, masked_start, masked_count,
+                       a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, query_end,
+                       i_b, i_a, i_stream,
+                       a_row, tiles_of,
                        T, SLOTS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
-                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
-                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
+                       T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
+                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
+                       USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
-            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
-                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
-                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
+                       T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
+                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
+                       USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
-            (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, i_b, i_a, i_stream, HQ, a_row,
-                       plain_start, plain_count, masked_start, masked_count, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
-                       TURNS, CAUSAL, RAGGED, MASKS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+            (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
+                       T_DELTA,
+                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
+                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
+                       USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-                       a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, i_b, i_a, i_stream,
-                       a_row, plain_start, plain_count, masked_start, masked_count,
+                       a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, query_end,
+                       i_b, i_a, i_stream,
+                       a_row, tiles_of,
                        T, SLOTS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

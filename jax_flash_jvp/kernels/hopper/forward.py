@@ -1,8 +1,9 @@
 """Forward, with its tangent where one is asked for, and the tangent alone.  The formulas are those of `portable/forward.py`.
 
-A program owns 64 queries for each of its consumer warpgroups, of which there are GROUPS, two or three.  With a tangent, the products of Ṡ and of P V̇ run while the softmax
-and P∘Ṡ are computed; without, the next tile's scores are issued before this tile's P V (FlashAttention-3's order,
-arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, so that one computes while the other multiplies.
+A program owns 64 queries for each of its consumer warpgroups, of which there are GROUPS, two or three.  With a tangent, the
+products of Ṡ and of P V̇ run while the softmax and P∘Ṡ are computed; without, the next tile's scores are issued before this
+tile's P V (FlashAttention-3's order, arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, so that one
+computes while the others multiply.  Tiles that every query sees whole come first, then those that need a mask.
 """
 
 from triton.experimental import gluon
@@ -55,7 +56,8 @@ def shift_of(b_m, EMPTY: gl.constexpr):
 @gluon.jit
 def produce(
     q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
-    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr,
+    HAS_TV: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(q_bar, (2 * GROUPS if HAS_TQ else GROUPS) * q_d.block_type.nbytes)
     load_resident(q_d, i_b, i_h, q_row, q_bar, q_s, GROUPS)
@@ -85,7 +87,8 @@ def tangent_center(b_ts, count, scale):
 def consume_dual(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
     q_row, tiles_of,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
@@ -215,7 +218,8 @@ def consume_dual(
 def consume_tangent(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
     q_row, tiles_of,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
@@ -332,7 +336,8 @@ def store_statistics(X, i_bh, row, LQ, b_x, LAYOUT: gl.constexpr):
 @gluon.jit
 def consume_plain(
     w: gl.constexpr, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, q_row, tiles_of,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -417,7 +422,8 @@ def consume_plain(
 def consume(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
     q_row, tiles_of,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
@@ -494,20 +500,25 @@ def attend(
     if GROUPS == 2:
         gl.warp_specialize([
             (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       HAS_TV, LINEAR)),
             (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
                        BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       HAS_TV, LINEAR)),
             (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       HAS_TV, LINEAR)),
             (consume, (2, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
                        BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

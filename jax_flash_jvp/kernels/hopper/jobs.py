@@ -158,6 +158,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         inputs = (
             Rows(a, GROUP), Rows(c, GROUP), Rows(b, ring.tile), Rows(e, ring.tile),
             place(ta, a, GROUP), place(tc, c, GROUP), place(tb, b, ring.tile), place(te, e, ring.tile), *rows,
+            x.query_lengths, x.key_lengths,
         )  # fmt: skip
         length, heads, like = (
             (call.query_length, call.query_heads, call.output)
