@@ -19,6 +19,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     lengths,
     load_rows,
     log2_sum_exp,
+    parts,
     products,
     query_block,
     scaled,
@@ -101,6 +102,11 @@ def forward(
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
                 b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                if PRECISION == "tf32x3" and parts(D) > 2:  # held as operands, they would not leave any registers
+                    again = i_m * BM + (row >> 30)
+                    b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
+                    if HAS_TQ:
+                        b_tq = load_rows(TQ + q_offset, again, s_q, o_r, query_end, D, True)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
                 if HAS_TS:  # before the softmax, so that the tensor cores work while it runs
                     b_tk = b_k
@@ -216,7 +222,17 @@ def tangent(
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
                 b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                if PRECISION == "tf32x3" and parts(D) > 2:  # held as operands, they would not leave any registers
+                    again = i_m * BM + (row >> 30)
+                    b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
+                    if HAS_TQ:
+                        b_tq = load_rows(TQ + q_offset, again, s_q, o_r, query_end, D, True)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
+                if HAS_TS:
+                    b_tk = b_k
+                    if HAS_TK:
+                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                    b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
                 b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                 if PHASE > 0:
                     b_s = tl.where(visible(o_m, o_n, sight, FEATURES), b_s, -float("inf"))
@@ -228,10 +244,6 @@ def tangent(
                     b_tv = load_rows(TV + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
                     b_to = accumulated(b_to, b_pv, b_tv, PRECISION)
                 if HAS_TS:
-                    b_tk = b_k
-                    if HAS_TK:
-                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
-                    b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
                     b_ts = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                     b_pt = b_p * (b_ts - b_c[:, None])
                     b_mu += tl.sum(b_pt, 1)

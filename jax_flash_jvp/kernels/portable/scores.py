@@ -31,17 +31,37 @@ def query_block(LQ, HQ, BM: tl.constexpr, FEATURES: tl.constexpr):
 
 
 @triton.constexpr_function
+def widths(channels):
+    """Of the blocks that hold a row of so many channels, powers of two as products want: one, or two where that is narrower;
+    of wide rows 64 each, for as operands they would crowd the registers."""
+    if channels > 128:
+        blocks, rest = [64] * (channels // 64), channels % 64
+    else:
+        low = max(16, 1 << (channels.bit_length() - 1))
+        rest = max(0, channels - low)
+        rest, blocks = (0, [2 * low]) if rest > low // 2 or (rest and low == 16) else (rest, [low])
+    return (*blocks, max(16, 1 << (rest - 1).bit_length())) if rest else tuple(blocks)
+
+
+@triton.constexpr_function
 def width(channels, part):
-    """Of the two blocks that hold a row of so many channels; 0 of the second where one power of two is as narrow."""
-    low = max(16, 1 << (channels.bit_length() - 1))
-    rest = max(16, 1 << (channels - low - 1).bit_length()) if channels > low else 0
-    return (2 * low, 0)[part] if rest == low else (low, rest)[part]
+    return widths(channels)[part]
+
+
+@triton.constexpr_function
+def before(channels, part):
+    return sum(widths(channels)[:part])
+
+
+@triton.constexpr_function
+def parts(channels):
+    return len(widths(channels))
 
 
 @triton.jit
 def block_pointers(X, row, stride, o_r, D: tl.constexpr, PART: tl.constexpr):
     """Pointers to rows row + o_r of the matrix at X, whose rows lie `stride` elements apart, and their channels."""
-    o_d = width(D, 0) * PART + tl.arange(0, width(D, PART))
+    o_d = before(D, PART) + tl.arange(0, width(D, PART))
     start = (tl.full([], 0, tl.int64) + row) * stride  # can pass 2³¹
     return X + start + (o_r[:, None] * stride + o_d[None, :]), o_d
 
@@ -49,7 +69,7 @@ def block_pointers(X, row, stride, o_r, D: tl.constexpr, PART: tl.constexpr):
 @triton.jit
 def load_block(X, row, stride, o_r, L, D: tl.constexpr, PART: tl.constexpr, MASKED: tl.constexpr):
     p_x, o_d = block_pointers(X, row, stride, o_r, D, PART)
-    if width(D, 0) * PART + width(D, PART) <= D:
+    if before(D, PART) + width(D, PART) <= D:
         if MASKED:
             return tl.load(p_x, mask=(row + o_r < L)[:, None], other=0.0)
         else:
@@ -64,13 +84,10 @@ def load_block(X, row, stride, o_r, L, D: tl.constexpr, PART: tl.constexpr, MASK
 @triton.jit
 def load_rows(X, row, stride, o_r, L, D: tl.constexpr, MASKED: tl.constexpr):
     """Rows row + o_r as a tuple of blocks; zeros past D, and past L if MASKED."""
-    if width(D, 1) == 0:
-        return (load_block(X, row, stride, o_r, L, D, 0, MASKED),)
-    else:
-        return (
-            load_block(X, row, stride, o_r, L, D, 0, MASKED),
-            load_block(X, row, stride, o_r, L, D, 1, MASKED),
-        )
+    b_x = (load_block(X, row, stride, o_r, L, D, 0, MASKED),)
+    for PART in tl.static_range(1, parts(D)):
+        b_x = b_x + (load_block(X, row, stride, o_r, L, D, PART, MASKED),)
+    return b_x
 
 
 @triton.jit
@@ -160,55 +177,54 @@ def operand(b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 def products(b_a, b_b, PRECISION: tl.constexpr):
     """a bᵀ of rows a and b, accumulated in fp32."""
     b_ab = tl.dot(b_a[0], tl.trans(b_b[0]), input_precision=PRECISION)
-    if len(b_a) == 2:
-        b_ab = tl.dot(b_a[1], tl.trans(b_b[1]), b_ab, input_precision=PRECISION)
+    for PART in tl.static_range(1, len(b_a)):
+        b_ab = tl.dot(b_a[PART], tl.trans(b_b[PART]), b_ab, input_precision=PRECISION)
     return b_ab
 
 
 @triton.jit
 def sums(R: tl.constexpr, D: tl.constexpr):
     """Zeros, in blocks like rows."""
-    if width(D, 1) == 0:
-        return (tl.zeros([R, width(D, 0)], tl.float32),)
-    else:
-        return tl.zeros([R, width(D, 0)], tl.float32), tl.zeros([R, width(D, 1)], tl.float32)
+    b_x = (tl.zeros([R, width(D, 0)], tl.float32),)
+    for PART in tl.static_range(1, parts(D)):
+        b_x = b_x + (tl.zeros([R, width(D, PART)], tl.float32),)
+    return b_x
 
 
 @triton.jit
 def scaled(b_x, factor):
-    if len(b_x) == 1:
-        return (b_x[0] * factor,)
-    else:
-        return b_x[0] * factor, b_x[1] * factor
+    b_y = (b_x[0] * factor,)
+    for PART in tl.static_range(1, len(b_x)):
+        b_y = b_y + (b_x[PART] * factor,)
+    return b_y
 
 
 @triton.jit
 def accumulated(b_sum, b_p, b_x, PRECISION: tl.constexpr):
     """sum + p x, of rows x and fp32 values p."""
     b_p = operand(b_p, b_x[0].dtype, PRECISION)
-    b_0 = tl.dot(b_p, b_x[0], b_sum[0], input_precision=PRECISION)
-    if len(b_x) == 1:
-        return (b_0,)
-    else:
-        return b_0, tl.dot(b_p, b_x[1], b_sum[1], input_precision=PRECISION)
+    b_y = (tl.dot(b_p, b_x[0], b_sum[0], input_precision=PRECISION),)
+    for PART in tl.static_range(1, len(b_x)):
+        b_y = b_y + (tl.dot(b_p, b_x[PART], b_sum[PART], input_precision=PRECISION),)
+    return b_y
 
 
 @triton.jit
 def inner(b_a, b_b):
     """rowsum(a∘b), in fp32."""
     b_ab = tl.sum(b_a[0].to(tl.float32) * b_b[0].to(tl.float32), 1)
-    if len(b_a) == 2:
-        b_ab += tl.sum(b_a[1].to(tl.float32) * b_b[1].to(tl.float32), 1)
+    for PART in tl.static_range(1, len(b_a)):
+        b_ab += tl.sum(b_a[PART].to(tl.float32) * b_b[PART].to(tl.float32), 1)
     return b_ab
 
 
 @triton.jit
 def without(b_x, factor, b_y):
     """x − factor y, in fp32."""
-    if len(b_x) == 1:
-        return (b_x[0] - factor * b_y[0].to(tl.float32),)
-    else:
-        return b_x[0] - factor * b_y[0].to(tl.float32), b_x[1] - factor * b_y[1].to(tl.float32)
+    b_z = (b_x[0] - factor * b_y[0].to(tl.float32),)
+    for PART in tl.static_range(1, len(b_x)):
+        b_z = b_z + (b_x[PART] - factor * b_y[PART].to(tl.float32),)
+    return b_z
 
 
 @triton.jit

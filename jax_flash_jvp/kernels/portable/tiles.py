@@ -8,7 +8,7 @@ them all again.  What helped: two stages at least, since with one whole tiles ar
 
 from typing import NamedTuple
 
-from jax_flash_jvp.kernels.portable.scores import width
+from jax_flash_jvp.kernels.portable.scores import widths
 
 
 class Tile(NamedTuple):
@@ -52,7 +52,7 @@ _HALF_SM86 = dict(  # 99 KiB of shared memory
     query_side=((128, 64, 8, 3), (64, 64, 4, 2), (32, 32, 8, 2)),
 )
 _HALF_SM90 = dict(
-    forward=((128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    forward=((128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 32, 8, 2)),
     forward_dual=((128, 128, 8, 3, 200), (128, 64, 8, 3), (128, 64, 8, 2, 500), (32, 32, 8, 2)),
     tangent=((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2, 300)),
     key_side=((64, 64, 4, 3, 200), (64, 64, 4, 3, 400), (64, 64, 4, 2, 1100), (32, 64, 8, 2, 500)),
@@ -83,8 +83,8 @@ _TF32 = dict(  # up to head dim 128 within 99 KiB
 )
 _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled over the head dim; then see `product`
     forward=((32, 32, 4, 1), (32, 32, 8, 2), (16, 16, 8, 2)),
-    forward_dual=((32, 16, 4, 2), (16, 16, 8, 2, 1000)),
-    tangent=((32, 16, 8, 2), (16, 16, 8, 2, 1000)),
+    forward_dual=((32, 16, 4, 2), (16, 16, 8, 2, 1000), (16, 16, 8, 2, 800)),
+    tangent=((32, 16, 8, 2), (16, 16, 8, 2, 1000), (16, 16, 8, 2, 800)),
     key_side=((16, 32, 4, 2), (16, 32, 8, 2, 200), (16, 16, 8, 2, 1000)),
     query_side=((32, 16, 4, 2), (16, 32, 8, 2), (16, 16, 8, 2, 500)),
     key_side_dual=((16, 16, 8, 2, 600),),
@@ -115,7 +115,7 @@ _LIKE = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100}  # other GPUs have little s
 
 def padded(head_dim: int) -> int:
     """Channels of the blocks that hold a row."""
-    return width(head_dim, 0) + width(head_dim, 1)
+    return sum(widths(head_dim))
 
 
 def product(precision: str, head_dim: int) -> str:
