@@ -180,7 +180,7 @@ def test_no_tile():
             assert all(find(job, head_dim, "float16", "ieee", target) for head_dim in (1, 64, 65, 200, 256))
             assert find(job, 64, "float32", "ieee", target)
             assert find(job, 128, "float32", "tf32", target)
-        if job in ("forward", "key_side", "query_side"):
+        if job in ("forward", "forward_dual", "tangent", "key_side", "query_side"):
             assert find(job, 256, "float32", "ieee", 80)
     with pytest.raises(NotImplementedError, match=r"no tile of key_side_dual .* 128 channels fits sm_90"):
         tile("key_side_dual", 128, "float32", "ieee", 90)

@@ -12,6 +12,7 @@ import oracle
 import support
 from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.kernels.portable import backward, bias, forward, scores, visibility
+from test_gpu import hopper
 
 
 def lengths(*numbers):
@@ -83,6 +84,9 @@ def make_cases(m: int) -> dict[str, dict]:
 CASES = make_cases(1)  # in tiles of 16, the last ragged
 large = functools.cache(lambda: make_cases(16))
 TF32_EPSILON = 2.0**-11
+SERVED_BY_HOPPER = {
+    "shape", "is_causal", "causal_alignment", "local_window_size", "query_seq_lengths", "key_value_seq_lengths",
+}  # fmt: skip
 COLUMNS = {"interpret": "kernels interpreted", "xla": "tiled reference"}
 SEED = jax.random.key_data(jax.random.key(5))
 
@@ -242,7 +246,15 @@ def test_broken_kernels_fail(module, old, new, case, broken_kernels):
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu(case, dtype, record_property):
     record_property("supports", support.claim(case, f"JAX, kernels on a GPU, {dtype}"))
-    check(large()[case], "triton", dtype, D=64, product_epsilon=TF32_EPSILON)
+    check(large()[case], "portable", dtype, D=64, product_epsilon=TF32_EPSILON)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if set(case) <= SERVED_BY_HOPPER])
+def test_hopper_kernels(case, head_dim):
+    check(large()[case], "hopper", "bfloat16", D=head_dim, product_epsilon=TF32_EPSILON)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
