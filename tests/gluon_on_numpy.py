@@ -178,7 +178,7 @@ class Descriptor:
     def __init__(self, rows):
         self.array = np.asarray(rows.array).transpose(0, 2, 1, 3)
         self.dtype, self.layout = self.array.dtype, None
-        shape = (1, 1, rows.rows, self.array.shape[3])
+        shape = (1, 1, rows.rows, rows.channels)
         self.block_type = types.SimpleNamespace(shape=shape, nbytes=int(np.prod(shape)) * self.dtype.itemsize)
 
     def copy(self, at, bar, target):
@@ -187,7 +187,7 @@ class Descriptor:
         def arrive():
             there = self.array[b, h, row : row + self.block_type.shape[2]]
             target.array[...] = 0
-            target.array[0, 0, : len(there)] = there
+            target.array[0, 0, : len(there), : there.shape[1]] = there
             bar.update(announced=-self.block_type.nbytes)
 
         if place.late and not bar.waiting:

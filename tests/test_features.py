@@ -230,7 +230,8 @@ MUTANTS = {
     "window-by-one": (visibility, "o_n >= o_m - left", "o_n > o_m - left", "window-left"),
     "window-stops-early": (visibility, "i_n * BN + BN + left", "i_n * BN + left", "long-window"),
     "segments-of-keys": (visibility, "b_seen &= b_queries == tl", "b_seen &= b_queries >= tl", "segments"),
-    "tile-not-listed": (visibility, "range(n_tiles):", "range(n_tiles - 1):", "mask"),
+    "tile-not-listed": (visibility, "mask=o_t < n_tiles, other", "mask=o_t < n_tiles - 1, other", "mask"),
+    "tile-not-whole": (visibility, "+ everything * something", "+ something", "mask"),
 }  # fmt: skip
 
 

@@ -85,6 +85,11 @@ def test_every_job(shape, causal, late):
     check(problem(shape[-1], causal), *operands(shape), launcher=gluon_on_numpy.Launcher(late=late))
 
 
+@pytest.mark.parametrize("shape", [(1, 150, 130, 2, 1, 72), (2, 90, 140, 1, 1, 40)], ids=["D72", "D40"])
+def test_channels_fewer_than_those_of_a_tile(shape):
+    check(problem(shape[-1], True), *operands(shape))
+
+
 def lengths(*numbers):
     return np.array(numbers, np.int32)
 
@@ -144,7 +149,7 @@ MUTANTS = {  # and whether it takes late copies to notice
     ),
     "statistics-overwritten": ("mbarrier.wait(s_empty.index(stage), s_phase)", "pass", True),
     "mu-dropped": ("b_w = b_ts * scale - mu", "b_w = b_ts * scale", False),
-    "ragged-end": ("seen = (o_n < key_end)", "seen = (o_n < key_end + 99)", False),
+    "ragged-end": ("query_end, key_end - 1, -1", "query_end, key_end + 99, -1", False),
 }
 
 

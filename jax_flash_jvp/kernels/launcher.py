@@ -12,16 +12,18 @@ class Output(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """An input that a kernel reads through a TMA descriptor: [B, H, L, D] of an array [B, L, H, D], `rows` rows at a time."""
+    """An input that a kernel reads through a TMA descriptor: [B, H, L, D] of an array [B, L, H, D], in tiles of so many rows
+    and channels."""
 
     array: Any
     rows: int
+    channels: int
 
     def view(self, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Shape, strides and block of the descriptor, for an array of these strides."""
         b, length, h, d = self.array.shape
         s_b, s_l, s_h, s_d = strides
-        return (b, h, length, d), (s_b, s_h, s_l, s_d), (1, 1, self.rows, d)
+        return (b, h, length, d), (s_b, s_h, s_l, s_d), (1, 1, self.rows, self.channels)
 
 
 class Launcher(Protocol):

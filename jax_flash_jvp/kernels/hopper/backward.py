@@ -32,10 +32,10 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     masked_tile,
     matrix,
     reach,
-    seen_keys,
     span,
     store_rows,
     tiles,
+    visible,
 )
 
 
@@ -64,24 +64,13 @@ def row_statistic(X, x, m_x, other: gl.constexpr):
 
 
 @gluon.jit
-def visible(
-    a_row, b_row, sight, T: gl.constexpr, ROW: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr,
+def store_gradient(
+    X, i_b, i_a, HA, row, LA, b_x, end, D: gl.constexpr, C: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    query_end, key_end, left, right = sight
-    o_a = gl.expand_dims(a_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    o_b = gl.expand_dims(b_row + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    if ROW:
-        return seen_keys(o_a, o_b, query_end, key_end, left, right, LEFT, RIGHT)
-    else:
-        return seen_keys(o_b, o_a, query_end, key_end, left, right, LEFT, RIGHT)
-
-
-@gluon.jit
-def store_gradient(X, i_b, i_a, HA, row, LA, b_x, end, D: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr):
     if PADDED:
         o_a = gl.expand_dims(row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
         b_x = gl.where(o_a < end, b_x, 0.0)
-    store_rows(X, i_b, i_a, HA, row, LA, b_x, D, LAYOUT)
+    store_rows(X, i_b, i_a, HA, row, LA, b_x, D, C, LAYOUT)
 
 
 @gluon.jit
@@ -138,7 +127,7 @@ def produce(
 def consume(
     i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
     DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row, tiles_of,
-    D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     THROUGH_SHARED: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     RAGGED: gl.constexpr, MASKS: gl.constexpr, PADDED_A: gl.constexpr, PADDED_B: gl.constexpr, USE_C: gl.constexpr,
     USE_W: gl.constexpr, USE_TA: gl.constexpr,
@@ -337,13 +326,13 @@ def consume(
                     tick += 1
 
     if WANT_A:
-        store_gradient(DA, i_b, i_a, HA, a_start, LA, b_da * scale, end_a, D, PADDED_A, o_l)
+        store_gradient(DA, i_b, i_a, HA, a_start, LA, b_da * scale, end_a, D, C, PADDED_A, o_l)
     if WANT_C:
-        store_gradient(DC, i_b, i_a, HA, a_start, LA, b_dc, end_a, D, PADDED_A, o_l)
+        store_gradient(DC, i_b, i_a, HA, a_start, LA, b_dc, end_a, D, C, PADDED_A, o_l)
     if WANT_TA:
-        store_gradient(TDA, i_b, i_a, HA, a_start, LA, b_tda * scale, end_a, D, PADDED_A, o_l)
+        store_gradient(TDA, i_b, i_a, HA, a_start, LA, b_tda * scale, end_a, D, C, PADDED_A, o_l)
     if WANT_TC:
-        store_gradient(TDC, i_b, i_a, HA, a_start, LA, b_tdc, end_a, D, PADDED_A, o_l)
+        store_gradient(TDC, i_b, i_a, HA, a_start, LA, b_tdc, end_a, D, C, PADDED_A, o_l)
 
 
 @gluon.jit
@@ -351,9 +340,9 @@ def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA, Q_LENGTHS, K_LENGTHS,
     scale, HQ, GROUP, LQ, LK, left, right,
     DA, DC, TDA, TDC,
-    D: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr, DP_FIRST: gl.constexpr,
-    TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
-    RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
+    DP_FIRST: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr,
+    KEY_LENGTHS: gl.constexpr, RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
     HAS_TE: gl.constexpr, WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = GROUPS * GROUP_ROWS
@@ -439,14 +428,14 @@ def backward(
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
@@ -461,21 +450,21 @@ def backward(
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),

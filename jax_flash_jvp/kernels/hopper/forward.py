@@ -28,29 +28,14 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     masked_tile,
     matrix,
     reach,
-    seen_keys,
     span,
     store_rows,
     tiles,
+    visible,
     visited_tile,
 )
 
-
-@gluon.jit
-def visible(q_row, k_row, sight, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr):
-    query_end, key_end, left, right = sight
-    o_n = gl.expand_dims(k_row + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    o_m = gl.expand_dims(q_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    return seen_keys(o_m, o_n, query_end, key_end, left, right, LEFT, RIGHT)
-
-
-@gluon.jit
-def shift_of(b_m, EMPTY: gl.constexpr):
-    """The maximum of each row, but 0 for rows that have seen nothing yet."""
-    if EMPTY:
-        return gl.where(b_m == -float("inf"), 0.0, b_m)
-    else:
-        return b_m
+LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothing has been seen yet
 
 
 @gluon.jit
@@ -87,7 +72,7 @@ def tangent_center(b_ts, count, scale):
 def consume_dual(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
     q_row, tiles_of,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
@@ -101,7 +86,7 @@ def consume_dual(
     N_TS: gl.constexpr = (1 if HAS_TQ else 0) + (1 if HAS_TK else 0)
     row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
-    b_m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, r_l)
+    b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
@@ -146,12 +131,11 @@ def consume_dual(
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
                 if MASKED:
-                    seen = visible(row, j * BN, sight, BN, LEFT, RIGHT, s_l)
+                    seen = visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l)
                     b_s = gl.where(seen, b_s, -float("inf"))
                 m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
-                m_shift = shift_of(m_new, EMPTY)
-                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_shift, 1))
-                alpha = gl.exp2(b_m - m_shift)
+                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
+                alpha = gl.exp2(b_m - m_new)
                 b_m = m_new
                 b_l = b_l * alpha + gl.sum(b_p, 1)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
@@ -208,8 +192,8 @@ def consume_dual(
         nothing_o = gl.expand_dims(gl.convert_layout(nothing, ro_l), 1)
         b_o = gl.where(nothing_o, 0.0, b_o)
         b_to = gl.where(nothing_o, 0.0, b_to)
-    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, o_l)
-    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, o_l)
+    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, C, o_l)
+    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, C, o_l)
     store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
 
@@ -218,7 +202,7 @@ def consume_dual(
 def consume_tangent(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
     q_row, tiles_of,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
@@ -276,7 +260,7 @@ def consume_tangent(
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
                 if MASKED:
-                    seen = visible(row, j * BN, sight, BN, LEFT, RIGHT, s_l)
+                    seen = visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l)
                     b_s = gl.where(seen, b_s, -float("inf"))
                 b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(lse2, 1))
                 if HAS_TV:
@@ -316,14 +300,14 @@ def consume_tangent(
                 tick += 1
 
     if HAS_TS:
-        b_o = load_rows(O, i_b, i_h, HQ, row, LQ, D, o_l)
+        b_o = load_rows(O, i_b, i_h, HQ, row, LQ, D, C, o_l)
         b_to -= gl.expand_dims(gl.convert_layout(b_mu, ro_l), 1) * b_o
         b_mu += c_s.load(r_l)
     if EMPTY:
         nothing = b_lse == -float("inf")
         b_mu = gl.where(nothing, 0.0, b_mu)
         b_to = gl.where(gl.expand_dims(gl.convert_layout(nothing, ro_l), 1), 0.0, b_to)
-    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, o_l)
+    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, C, o_l)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
 
 
@@ -336,7 +320,7 @@ def store_statistics(X, i_bh, row, LQ, b_x, LAYOUT: gl.constexpr):
 @gluon.jit
 def consume_plain(
     w: gl.constexpr, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, q_row, tiles_of,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
@@ -357,9 +341,11 @@ def consume_plain(
     mbarrier.arrive(empty.index(0), count=1)
     j = visited_tile(0, plain, start, first, end)
     if MASKS:
-        b_s = gl.where(visible(row, j * BN, sight, BN, LEFT, RIGHT, s_l), b_s, -float("inf"))
+        b_s = gl.where(visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l), b_s, -float("inf"))
     b_m = gl.max(b_s, 1) * (scale * LOG2E)
-    b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(shift_of(b_m, EMPTY), 1))
+    if EMPTY:
+        b_m = gl.maximum(b_m, LOWEST)
+    b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
     b_l = gl.sum(b_p, 1)
     p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
     v_slot = 1
@@ -386,12 +372,11 @@ def consume_plain(
                 b_s = warpgroup_mma_wait(1, deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if MASKED:
-                    seen = visible(row, j * BN, sight, BN, LEFT, RIGHT, s_l)
+                    seen = visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l)
                     b_s = gl.where(seen, b_s, -float("inf"))
                 m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
-                m_shift = shift_of(m_new, EMPTY)
-                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_shift, 1))
-                alpha = gl.exp2(b_m - m_shift)
+                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
+                alpha = gl.exp2(b_m - m_new)
                 b_m = m_new
                 b_l = b_l * alpha + gl.sum(b_p, 1)
                 b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
@@ -414,7 +399,7 @@ def consume_plain(
         nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
         b_lse = gl.where(nothing, -float("inf"), b_lse)
         b_o = gl.where(gl.expand_dims(gl.convert_layout(nothing, ro_l), 1), 0.0, b_o)
-    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, o_l)
+    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, C, o_l)
     store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
 
 
@@ -422,7 +407,7 @@ def consume_plain(
 def consume(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
     q_row, tiles_of,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
@@ -430,26 +415,26 @@ def consume(
     if LINEAR:
         consume_tangent(
             w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, q_row,
-            tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV,
+            tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV,
         )  # fmt: skip
     elif HAS_TQ or HAS_TK or HAS_TV:
         consume_dual(
             w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, q_row,
-            tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV,
+            tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV,
         )  # fmt: skip
     else:
         consume_plain(
             w, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, q_row, tiles_of,
-            D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY,
+            D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY,
         )  # fmt: skip
 
 
 @gluon.jit
 def attend(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, left, right,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr, RAGGED: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr,
+    RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     """The program of both kernels: what it owns, its shared memory, its warps."""
     ROWS: gl.constexpr = GROUPS * GROUP_ROWS
@@ -500,10 +485,10 @@ def attend(
     if GROUPS == 2:
         gl.warp_specialize([
             (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
                        BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
@@ -511,13 +496,13 @@ def attend(
     else:
         gl.warp_specialize([
             (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (consume, (2, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
                        BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
@@ -529,13 +514,13 @@ def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS,
     scale, HQ, GROUP, LQ, LK, left, right,
     O, LSE, TO, MU,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr, RAGGED: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr,
+    RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
         q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, left, right,
-        D, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, False,
+        D, C, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, False,
     )  # fmt: skip
 
 
@@ -544,11 +529,11 @@ def tangent(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE,
     scale, HQ, GROUP, LQ, LK, left, right,
     TO, MU,
-    D: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr, RAGGED: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr,
+    RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
         q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, left, right,
-        D, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, True,
+        D, C, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, True,
     )  # fmt: skip

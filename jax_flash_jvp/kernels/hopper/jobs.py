@@ -12,6 +12,7 @@ from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 GROUP = 64  # resident rows of a consumer warpgroup
+WIDTHS = (64, 128)  # channels of a tile
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
 
@@ -26,24 +27,30 @@ class Ring(NamedTuple):
     groups: int = 2  # consumer warpgroups
 
 
-# measured on an H200 at L = 8192; keys are head dim and, for the backward, whether the tangents of gradients are wanted
-FORWARD = {64: Ring(128, 4, False, True, 3), 128: Ring(128, 4, False, True)}
+# measured on an H200 at L = 8192; keys are the width of tiles and, for the backward, whether tangents of gradients are wanted
+FORWARD = {64: Ring(128, 6, False, True, 3), 128: Ring(128, 4, False, True)}
 FORWARD_DUAL = {64: Ring(128, 8, False, False), 128: Ring(64, 8, False, True)}
-TANGENT = {64: Ring(128, 8, False, False), 128: Ring(64, 8, False, True)}
+TANGENT = {64: Ring(64, 12, False, True, 3), 128: Ring(64, 8, False, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers at 128: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
-    (64, "plain"): Ring(64, 8, False, True), (128, "plain"): Ring(64, 6, False, True),
+    (64, "plain"): Ring(64, 8, False, True, 3), (128, "plain"): Ring(64, 6, False, True),
     (64, "dual"): Ring(32, 16, False, True),
     (64, "tangent"): Ring(64, 8, False, False), (128, "tangent"): Ring(32, 12, True, True),
 }  # fmt: skip
 VALUES_DUAL = {128: Ring(64, 8, False, False)}
 KEYS_DUAL = {128: Ring(32, 12, False, True)}
 QUERY_SIDE = {
-    (64, "plain"): Ring(128, 6, False, False), (128, "plain"): Ring(128, 4, False, True),
+    (64, "plain"): Ring(64, 12, True, True, 3), (128, "plain"): Ring(128, 4, False, True),
     (64, "dual"): Ring(64, 12, True, False), (128, "dual"): Ring(32, 8, True, True),
     (64, "tangent"): Ring(64, 10, True, False), (128, "tangent"): Ring(64, 6, False, True),
 }  # fmt: skip
+
+# the shortest sequences, by width and job, for which these kernels are faster
+FROM = {
+    64: dict(forward=2048, forward_dual=128, tangent=128, backward=8192, backward_dual=512),
+    128: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
+}
 
 
 def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
@@ -54,7 +61,7 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
         return "this launcher, which has no TMA descriptors"
     if dtype_of(x.query) not in ("float16", "bfloat16"):
         return f"{dtype_of(x.query)} arrays"
-    if x.query.shape[-1] not in FORWARD:
+    if x.query.shape[-1] > WIDTHS[-1]:
         return f"a head dim of {x.query.shape[-1]}"
     for name, array in x._asdict().items():
         if array is not None and name not in ("query", "key", "value", "query_lengths", "key_lengths"):
@@ -70,6 +77,18 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
     return None
 
 
+def faster(job: str, x: Operands) -> bool:
+    """Than the portable kernels, which do not pad what is narrower than a tile?  As measured on an H200."""
+    head_dim, shortest = x.query.shape[3], min(x.query.shape[1], x.key.shape[1])
+    if head_dim <= WIDTHS[0] // 2 or (job == "backward" and head_dim not in WIDTHS):
+        return False
+    return shortest >= FROM[_width(head_dim)][job]
+
+
+def _width(head_dim: int) -> int:
+    return next(width for width in WIDTHS if width >= head_dim)
+
+
 class _Call:
     """What the launches of one call share."""
 
@@ -77,6 +96,7 @@ class _Call:
         self.launcher, self.problem, self.x = launcher, problem, x
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
+        self.width = _width(self.head_dim)
         self.dtype = dtype_of(x.query)
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
@@ -85,8 +105,8 @@ class _Call:
             float(problem.scale), self.query_heads, group, self.query_length, self.key_length, left or 0, right or 0
         )  # fmt: skip
         self.constants = dict(
-            D=self.head_dim, LEFT=left is not None, RIGHT=right is not None, QUERY_LENGTHS=x.query_lengths is not None,
-            KEY_LENGTHS=x.key_lengths is not None,
+            D=self.width, C=self.head_dim, LEFT=left is not None, RIGHT=right is not None,
+            QUERY_LENGTHS=x.query_lengths is not None, KEY_LENGTHS=x.key_lengths is not None,
         )  # fmt: skip
         self.empty = left is not None or padded or (right or 0) < 0  # are there rows that see nothing?
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
@@ -108,7 +128,7 @@ def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO
     """(o, ℓ, ȯ, μ); the last two None without tangents."""
     call = _Call(launcher, problem, x)
     dual = any(t is not None for t in tx[:3])
-    ring = (FORWARD_DUAL if dual else FORWARD)[call.head_dim]
+    ring = (FORWARD_DUAL if dual else FORWARD)[call.width]
     outputs = (call.output, call.statistic, *((call.output, call.statistic) if dual else (None, None)))
     return _along_keys(call, forward_kernels.forward, ring, tx, (), outputs)
 
@@ -117,13 +137,13 @@ def tangent(launcher: Launcher, problem: Problem, x: Operands, o, log_sum_exp, t
     """(ȯ, μ), linear in tx, from the saved o and ℓ."""
     call = _Call(launcher, problem, x)
     outputs = (call.output, call.statistic)
-    return _along_keys(call, forward_kernels.tangent, TANGENT[call.head_dim], tx, (o, log_sum_exp), outputs)
+    return _along_keys(call, forward_kernels.tangent, TANGENT[call.width], tx, (o, log_sum_exp), outputs)
 
 
 def _along_keys(call: _Call, kernel, ring: Ring, tx: Operands, saved, outputs):
     x = call.x
     rows = [
-        Rows(a if t is None else t, n)
+        Rows(a if t is None else t, n, call.width)
         for a, t, n in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
     ]
     return call.run(
@@ -142,8 +162,6 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     (o, log_sum_exp), (d_o, d_lse), (tx, (t_o, mu), (t_d_o, t_d_lse)) = y, cy, tangents
     call = _Call(launcher, problem, x)
     dual = any(want_tangent)
-    if not dual and problem.implementation != "hopper" and call.head_dim == 64:  # measured faster there
-        return portable.backward(launcher, problem, x, y, cy, want), NO_TANGENT
     lse2, delta, t_delta = portable._statistics(
         portable._Call(launcher, problem, x), o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual
     )
@@ -154,10 +172,10 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     def side(ring: Ring, row: bool, wants) -> tuple:
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
-        place = lambda array, stand_in, n: Rows(stand_in if array is None else array, n)
+        place = lambda array, n, stand_in=None: Rows(stand_in if array is None else array, n, call.width)
         inputs = (
-            Rows(a, GROUP), Rows(c, GROUP), Rows(b, ring.tile), Rows(e, ring.tile),
-            place(ta, a, GROUP), place(tc, c, GROUP), place(tb, b, ring.tile), place(te, e, ring.tile), *rows,
+            place(a, GROUP), place(c, GROUP), place(b, ring.tile), place(e, ring.tile),
+            place(ta, GROUP, a), place(tc, GROUP, c), place(tb, ring.tile, b), place(te, ring.tile, e), *rows,
             x.query_lengths, x.key_lengths,
         )  # fmt: skip
         length, heads, like = (
@@ -173,7 +191,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
             WANT_A=wants[0], WANT_C=wants[1], WANT_TA=wants[2], WANT_TC=wants[3],
         )  # fmt: skip
 
-    d = call.head_dim
+    d = call.width
     kind = "plain" if not dual else "dual" if any(want) else "tangent"
     dq = t_dq = dk = dv = t_dk = t_dv = None
     wants = (want[1], want[2], want_tangent[1], want_tangent[2])

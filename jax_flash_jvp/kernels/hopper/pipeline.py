@@ -2,7 +2,7 @@
 
 The producer fills slots by TMA, in the order in which the consumers read them; barrier `full[slot]` says that a tile has
 landed, `empty[slot]` that both consumers are done with it.  Descriptors are four-dimensional, [B, H, L, D], so that strided
-inputs need no copy and rows past L arrive as zeros.
+inputs need no copy; rows past L, and channels that an array has fewer of than its tiles, arrive as zeros.
 """
 
 from triton.experimental import gluon
@@ -91,13 +91,27 @@ def visited_tile(t, plain, start, first, end):
 
 
 @gluon.jit
-def seen_keys(o_m, o_n, query_end, key_end, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Which of the keys o_n the queries o_m see; one is a column, the other a row."""
-    seen = (o_n < key_end) & (o_m < query_end)
-    if RIGHT:
-        seen = seen & (o_n <= o_m + right)
-    if LEFT:
-        seen = seen & (o_n >= o_m - left)
+def visible(
+    row, column, sight, T: gl.constexpr, ROW: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """[GROUP_ROWS, T]: which of the keys from `column` on are seen by the queries from `row` on; if not ROW, which of the
+    queries from `column` on see the keys from `row` on.  An interval of each row: an element costs a comparison or two."""
+    query_end, key_end, left, right = sight
+    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    o_c = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    if ROW:
+        last = gl.where(o_r < query_end, key_end - 1, -1)
+        if RIGHT:
+            last = gl.minimum(last, o_r + right)
+    else:
+        last = gl.where(o_r < key_end, query_end - 1, -1)
+        if LEFT:
+            last = gl.minimum(last, o_r + left)
+    seen = o_c <= gl.expand_dims(last - column, 1)
+    if ROW and LEFT:
+        seen = seen & (o_c >= gl.expand_dims(o_r - left - column, 1))
+    if RIGHT and not ROW:
+        seen = seen & (o_c >= gl.expand_dims(o_r - right - column, 1))
     return seen
 
 
@@ -128,23 +142,27 @@ def load_resident(desc, i_b, i_h, row, bar, buffer, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def row_pointers(X, i_b, i_h, H, row, L, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pointers to the rows of a warpgroup in a contiguous [B, L, H, D] array, and which of them exist."""
+def row_pointers(X, i_b, i_h, H, row, L, D: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers to the rows of a warpgroup in a contiguous [B, L, H, C] array, of whose channels there may be fewer than D, and
+    which elements exist."""
     o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    offset = ((i_b.to(gl.int64) * L + row) * H + i_h) * D
-    p_x = X + offset + gl.expand_dims((o_r - row) * (H * D), 1) + gl.expand_dims(o_d, 0)
-    return p_x, gl.expand_dims(o_r < L, 1)
+    o_c = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    offset = ((i_b.to(gl.int64) * L + row) * H + i_h) * C
+    p_x = X + offset + gl.expand_dims((o_r - row) * (H * C), 1) + gl.expand_dims(o_c, 0)
+    m_x = gl.expand_dims(o_r < L, 1)
+    if C < D:
+        m_x = m_x & gl.expand_dims(o_c < C, 0)
+    return p_x, m_x
 
 
 @gluon.jit
-def load_rows(X, i_b, i_h, H, row, L, D: gl.constexpr, LAYOUT: gl.constexpr):
-    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, D, LAYOUT)
+def load_rows(X, i_b, i_h, H, row, L, D: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
+    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, D, C, LAYOUT)
     return gl.load(p_x, mask=m_x, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def store_rows(X, i_b, i_h, H, row, L, b_x, D: gl.constexpr, LAYOUT: gl.constexpr):
+def store_rows(X, i_b, i_h, H, row, L, b_x, D: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
     """From registers."""
-    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, D, LAYOUT)
+    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, D, C, LAYOUT)
     gl.store(p_x, b_x.to(X.dtype.element_ty), mask=m_x)

@@ -144,10 +144,10 @@ def key_side(
             BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
             i_b, i_hq, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
         )  # fmt: skip
-        tiles, n_tiles = tile_list(TILES, i_b, i_hq, HQ, GROUP, i_n, n_n, tl.cdiv(LQ, BM), FEATURES)
+        tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_hq, HQ, GROUP, i_n, n_n, tl.cdiv(LQ, BM), FEATURES)
         for PHASE in tl.static_range(3):
             if exists(PHASE, FEATURES, False):
-                low, high = span(start, first, whole, stop, n_tiles * BM, PHASE, True, FEATURES)
+                low, high = span(start, first, whole, stop, n_whole, n_tiles, BM, PHASE, True, FEATURES)
                 for at in range(low, high, BM):
                     row = listed(tiles, at, BM, FEATURES)
                     o_m = (row + o_c)[None, :]
@@ -266,10 +266,10 @@ def query_side(
     b_tdq = sums(BM, D) if WANT_TQ else 0.0
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
-    tiles, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
+    tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
     for PHASE in tl.static_range(3):
         if exists(PHASE, FEATURES, RAGGED):
-            low, high = span(start, first, whole, stop, n_tiles * BN, PHASE, False, FEATURES)
+            low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]

@@ -85,7 +85,7 @@ def forward(
     b_to = sums(BM, DV) if HAS_TANGENT else 0.0
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
-    tiles, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
+    tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
     if HAS_TS:
         b_k = load_rows(K + k_offset, start, s_k, o_c, key_end, D, True)
         b_tk = b_k
@@ -97,7 +97,7 @@ def forward(
         b_c = tangent_center(b_ts, tl.minimum(key_end - start, BN))
     for PHASE in tl.static_range(3):  # first the tiles that every row sees whole, then the diagonal and the ragged end
         if exists(PHASE, FEATURES, RAGGED):
-            low, high = span(start, first, whole, stop, n_tiles * BN, PHASE, False, FEATURES)
+            low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
@@ -205,7 +205,7 @@ def tangent(
     b_to = sums(BM, DV)
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
-    tiles, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
+    tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
     if HAS_TS:
         b_k = load_rows(K + k_offset, start, s_k, o_c, key_end, D, True)
         b_tk = b_k
@@ -217,7 +217,7 @@ def tangent(
         b_c = tangent_center(b_ts, tl.minimum(key_end - start, BN))
     for PHASE in tl.static_range(3):
         if exists(PHASE, FEATURES, RAGGED):
-            low, high = span(start, first, whole, stop, n_tiles * BN, PHASE, False, FEATURES)
+            low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]

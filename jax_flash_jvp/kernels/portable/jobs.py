@@ -127,10 +127,14 @@ class _Call:
         heads = self.query_heads if "tiles:heads" in words else self.key_heads if "tiles:groups" in words else 1
         blocks = (triton.cdiv(self.query_length, tile.block_m), triton.cdiv(self.key_length, tile.block_n))
         n_blocks, n_tiles = reversed(blocks) if by_key else blocks
+        (seen,) = self.launcher.launch(
+            visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selection,
+            (*self.lengths, *self.reach, heads), [Output((batch, heads, n_blocks, n_tiles), "int32")],
+            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1,
+        )  # fmt: skip
         (listed,) = self.launcher.launch(
-            visibility.list_tiles, batch * heads * n_blocks, self.selection, (*self.lengths, *self.reach, heads),
-            [Output((batch, heads, n_blocks, n_tiles + 1), "int32")],
-            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 8, 1,
+            visibility.list_tiles, batch * heads * n_blocks, (seen,), (n_tiles,),
+            [Output((batch, heads, n_blocks, n_tiles + 2), "int32")], dict(CHUNK=256), 1, 1,
         )  # fmt: skip
         return listed
 

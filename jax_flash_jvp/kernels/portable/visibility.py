@@ -2,7 +2,8 @@
 
 Query i sees the keys from i − left to i + right (`right` is 0 for causal attention; one that is absent from FEATURES does not
 limit), before the lengths of its batch entry, in its own segment, and where the mask is true.  What depends on positions
-alone bounds the loops (`key_bounds`, `query_bounds`); segments and masks are looked through beforehand (`list_tiles`).
+alone bounds the loops (`key_bounds`, `query_bounds`); segments and masks are looked through beforehand (`look_at_tiles`,
+`list_tiles`).
 """
 
 import triton
@@ -33,10 +34,10 @@ def visible(o_m, o_n, sight, FEATURES: tl.constexpr):
 
 @triton.constexpr_function
 def exists(phase, features, ragged):
-    """Is there this phase of the loop over tiles?  0: tiles that are seen whole; 1: those that are not, or, of a list, all;
-    2: those that the left end of a window cuts."""
+    """Is there this phase of the loop over tiles?  0: tiles that are seen whole; 1: those that are not; 2: those that the left
+    end of a window cuts, unless there is a list."""
     if has(features, "tiles"):
-        return phase == 1
+        return phase < 2
     edges = ragged or any(has(features, name) for name in ("right", "left", "lengths"))
     return phase == 0 or (phase == 1 and edges) or (phase == 2 and has(features, "left"))
 
@@ -87,10 +88,16 @@ def query_bounds(i_n, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.
 
 
 @triton.jit
-def span(start, first, whole, stop, listed_stop, PHASE: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
+def span(
+    start, first, whole, stop, listed_whole, listed_all, B: tl.constexpr,
+    PHASE: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
     """Where a phase begins and ends.  Causality cuts the last keys that a query sees, and the first queries that see a key."""
     if has(FEATURES, "tiles"):
-        return 0, listed_stop
+        if PHASE == 0:
+            return 0, listed_whole * B
+        else:
+            return listed_whole * B, listed_all * B
     elif PHASE == 0:
         return first, whole
     elif (PHASE == 1) == BY_KEY:
@@ -110,44 +117,53 @@ def listed(tiles, at, B: tl.constexpr, FEATURES: tl.constexpr):
 
 @triton.jit
 def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: tl.constexpr):
-    """(list, length) of the tiles that this program visits, see `list_tiles`."""
+    """(list, how many of it are seen whole, length) of the tiles that this program visits, see `list_tiles`."""
     if has(FEATURES, "tiles"):
-        size = tl.full([], 1, tl.int64) * n_blocks * (n_tiles + 1)
-        p_tiles = share(TILES, i_b, i_h, HQ, GROUP, size, FEATURES, "tiles") + i_block * (n_tiles + 1)
-        return p_tiles + 1, tl.load(p_tiles)
+        size = tl.full([], 1, tl.int64) * n_blocks * (n_tiles + 2)
+        p_tiles = share(TILES, i_b, i_h, HQ, GROUP, size, FEATURES, "tiles") + i_block * (n_tiles + 2)
+        return p_tiles + 2, tl.load(p_tiles), tl.load(p_tiles + 1)
     else:
-        return TILES, 0
+        return TILES, 0, 0
 
 
 @triton.jit
-def list_tiles(
+def look_at_tiles(
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS,
     HQ, GROUP, LQ, LK, left, right, heads,
-    TILES,
+    SEEN,
     BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """For each block of queries, or BY_KEY of keys, how many tiles have anything to see, and their indices along the other
-    axis.  Of HQ // heads query heads the first stands for all."""
+    """What is to be seen in a tile, 2: everything, 1: something, 0: nothing.  A program looks at one: for each block of queries,
+    or BY_KEY of keys, at those along the other axis.  Of HQ // heads query heads the first stands for all."""
     n_m = tl.cdiv(LQ, BM)
     n_n = tl.cdiv(LK, BN)
-    n_blocks = n_n if BY_KEY else n_m
-    n_tiles = n_m if BY_KEY else n_n
-    i_block = tl.program_id(0) % n_blocks
-    i_bh = (tl.program_id(0) // n_blocks).to(tl.int64)
+    i_bh = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
+    i_tile = tl.program_id(0) % (n_m * n_n)
     i_b = i_bh // heads
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     mask = matrix(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, FEATURES, "mask")
     sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
-    p_tiles = TILES + (i_bh * n_blocks + i_block) * (n_tiles + 1)
+    o_m = (i_tile % n_m if BY_KEY else i_tile // n_n) * BM + tl.arange(0, BM)[:, None]
+    o_n = (i_tile // n_m if BY_KEY else i_tile % n_n) * BN + tl.arange(0, BN)[None, :]
+    b_seen = visible(o_m, o_n, sight, FEATURES)
+    something = tl.max(tl.max((b_seen & (o_m < LQ)).to(tl.int32), 1), 0)
+    everything = tl.min(tl.min((b_seen | (o_m >= LQ)).to(tl.int32), 1), 0)
+    tl.store(SEEN + i_bh * n_m * n_n + i_tile, something + everything * something)
+
+
+@triton.jit
+def list_tiles(SEEN, n_tiles, TILES, CHUNK: tl.constexpr):
+    """For each block, how many tiles are seen whole, how many at all, and their indices, the former first."""
+    i_block = tl.program_id(0).to(tl.int64)
+    p_tiles = TILES + i_block * (n_tiles + 2)
     count = tl.full([], 0, tl.int32)
-    for i in range(n_tiles):
-        o_m = (i if BY_KEY else i_block) * BM + tl.arange(0, BM)[:, None]
-        o_n = (i_block if BY_KEY else i) * BN + tl.arange(0, BN)[None, :]
-        b_seen = visible(o_m, o_n, sight, FEATURES) & (o_m < LQ)
-        seen = tl.max(tl.max(b_seen.to(tl.int32), 1), 0)
-        tl.store(p_tiles + 1 + count, i, mask=seen > 0)
-        count += seen
-    tl.store(p_tiles, count)
+    for PHASE in tl.static_range(2):
+        for start in range(0, n_tiles, CHUNK):
+            o_t = start + tl.arange(0, CHUNK)
+            b_is = tl.load(SEEN + i_block * n_tiles + o_t, mask=o_t < n_tiles, other=0) == 2 - PHASE
+            tl.store(p_tiles + 1 + count + tl.cumsum(b_is.to(tl.int32), 0), o_t, mask=b_is)
+            count += tl.sum(b_is.to(tl.int32), 0)
+        tl.store(p_tiles + PHASE, count)
 
 
 # ------------------------------------------------------------------------------------------------ dropout
