@@ -17,6 +17,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback  # private
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -51,6 +52,12 @@ LOST = (
     "forward_ad.dual_level), where torch.compile loses the tangents of its inputs (pytorch#187284): open the level "
     "inside the compiled function, or call it before opening the level if its inputs have no tangents"
 )
+
+
+def outside_dynamo(function):
+    """torch.compiler.disable, which costs a microsecond even where nothing is compiled."""
+    disabled = torch.compiler.disable(function)
+    return lambda *args: (function if get_eval_frame_callback() is None else disabled)(*args)
 
 
 def split(name: str, args):
@@ -170,7 +177,7 @@ def _tangent_apart(tangent, *args):
 for _name, (_groups, _static, _results, _products) in OPERATORS.items():
     _schema = f"({', '.join(GROUPS[g] for g in _groups)}, {_static}) -> ({', '.join(['Tensor'] * _results)})"
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-    library.impl(_name, torch.compiler.disable(partial(_compute, _name)), "CompositeExplicitAutograd")
+    library.impl(_name, outside_dynamo(partial(_compute, _name)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_bridge::{_name}", partial(_allocate, _name), lib=library)
     _rule = _fold_forward_dual if _name == "forward_dual" else partial(_fold, _name)
     torch.library.register_vmap(f"torch_bridge::{_name}", _rule, lib=library)

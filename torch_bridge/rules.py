@@ -20,7 +20,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function  # private
 
 from torch_bridge import reference
-from torch_bridge.operators import case_of, library, ops, split
+from torch_bridge.operators import case_of, library, ops, outside_dynamo, split
 
 NONE = (None,) * 4
 _unpack_dual, _make_dual = (
@@ -194,4 +194,4 @@ def _backward_dual(*args):
 
 
 for _rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual):
-    library.impl(_rule.__name__.removeprefix("_"), torch.compiler.disable(_rule), "Autograd")
+    library.impl(_rule.__name__.removeprefix("_"), outside_dynamo(_rule), "Autograd")
