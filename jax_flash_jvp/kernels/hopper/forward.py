@@ -69,6 +69,20 @@ def tangent_center(b_ts, count, scale):
 
 
 @gluon.jit
+def softmax(
+    b_s, b_m, b_l, row, k_row, sight, scale, BN: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """(p, what earlier sums are to be multiplied by, maxima in base 2, sums) with these scores."""
+    if MASKED:
+        b_s = gl.where(visible(row, k_row, sight, BN, True, LEFT, RIGHT, LAYOUT), b_s, -float("inf"))
+    m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
+    b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
+    alpha = gl.exp2(b_m - m_new)
+    return b_p, alpha, m_new, b_l * alpha + gl.sum(b_p, 1)
+
+
+@gluon.jit
 def consume_dual(
     w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
     q_row, tiles_of,
@@ -130,14 +144,7 @@ def consume_dual(
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
-                if MASKED:
-                    seen = visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l)
-                    b_s = gl.where(seen, b_s, -float("inf"))
-                m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
-                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
-                alpha = gl.exp2(b_m - m_new)
-                b_m = m_new
-                b_l = b_l * alpha + gl.sum(b_p, 1)
+                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 alpha_o = gl.expand_dims(gl.convert_layout(alpha, ro_l), 1)
                 b_o = b_o * alpha_o
@@ -145,7 +152,7 @@ def consume_dual(
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and PADDED:
-                        b_ts = gl.where(seen, b_ts, 0.0)
+                        b_ts = gl.where(visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l), b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if HAS_TK:
                     mbarrier.arrive(empty.index(tk_slot), count=1)
@@ -332,28 +339,29 @@ def consume_plain(
     row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
     q = matrix(q_s, w, GROUP_ROWS, D)
+    b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
+    b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     mbarrier.wait(q_bar, 0)
-    mbarrier.wait(full.index(0), 0)
-    b_s = warpgroup_mma(q, matrix(ring, 0, BN, D).permute((1, 0)), zero, use_acc=False, is_async=True)
-    b_s = warpgroup_mma_wait(0, deps=[b_s])
-    mbarrier.arrive(empty.index(0), count=1)
-    j = visited_tile(0, plain, start, first, end)
-    if MASKS:
-        b_s = gl.where(visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l), b_s, -float("inf"))
-    b_m = gl.max(b_s, 1) * (scale * LOG2E)
-    if EMPTY:
-        b_m = gl.maximum(b_m, LOWEST)
-    b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
-    b_l = gl.sum(b_p, 1)
-    p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
-    v_slot = 1
-    v_phase = 0
+    k_slot = 0
+    k_phase = 0
     tick = 0
     for MASKED in gl.static_range(2):
-        if not MASKED or MASKS:
-            for t in range(gl.maximum(1 - plain, 0) if MASKED else 1, masked if MASKED else plain):
+        n = masked if MASKED else plain
+        # P is handed from one tile to the next but not from one loop to the other, where it would lose its packed registers
+        if (not MASKED or MASKS) and n > 0:
+            mbarrier.wait(full.index(k_slot), k_phase)
+            k_t = matrix(ring, k_slot, BN, D).permute((1, 0))
+            b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+            b_s = warpgroup_mma_wait(0, deps=[b_s])
+            mbarrier.arrive(empty.index(k_slot), count=1)
+            j = masked_tile(0, start, first, end) if MASKED else first
+            b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
+            b_o = b_o * gl.expand_dims(gl.convert_layout(alpha, ro_l), 1)
+            p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
+            v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
+            for t in range(1, n):
                 v_row = j * BN
                 j = masked_tile(t, start, first, end) if MASKED else first + t
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
@@ -371,26 +379,21 @@ def consume_plain(
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(1, deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
-                if MASKED:
-                    seen = visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l)
-                    b_s = gl.where(seen, b_s, -float("inf"))
-                m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
-                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
-                alpha = gl.exp2(b_m - m_new)
-                b_m = m_new
-                b_l = b_l * alpha + gl.sum(b_p, 1)
+                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
                 b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 b_o = b_o * gl.expand_dims(gl.convert_layout(alpha, ro_l), 1)
                 v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
                 tick += 1
-    mbarrier.wait(full.index(v_slot), v_phase)
-    v = matrix(ring, v_slot, BN, D)
-    if PADDED:
-        clean(v, j * BN, sight[1], BN, D)
-    b_o = warpgroup_mma(p, v, b_o, is_async=True)
-    b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
+            mbarrier.wait(full.index(v_slot), v_phase)
+            v = matrix(ring, v_slot, BN, D)
+            if MASKED and PADDED:
+                clean(v, j * BN, sight[1], BN, D)
+            b_o = warpgroup_mma(p, v, b_o, is_async=True)
+            b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
+            mbarrier.arrive(empty.index(v_slot), count=1)
+            k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
     b_lse = (b_m + gl.log2(b_l)) * LN2
     if EMPTY:
         b_l = gl.where(b_l == 0.0, 1.0, b_l)
@@ -465,8 +468,6 @@ def attend(
         if q_row >= query_end:
             stop = 0
     plain, masked, start, first, end = span(start, first, whole, stop, BN)
-    if EMPTY:
-        masked = gl.maximum(masked, 1 - plain)  # one tile at least, if nobody sees it
     tiles_of = (plain, masked, start, first, end)
 
     q_s = tiles(q_d, GROUPS)
