@@ -37,14 +37,15 @@ class Recorder:
     def summed(self, array, by_column, like):
         return like
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages):
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         first = next(i for i in inputs if i is not None)
         types = ["*" + TRITON_TYPES[str((first if i is None else i).dtype)] for i in inputs]
         types += ["fp32" if isinstance(s, float) else "i32" for s in scalars]
         types += ["*" + TRITON_TYPES[o.dtype] for o in outputs]
         names = [p.name for p in kernel.params if not p.is_constexpr]
         signature = dict(zip(names, types, strict=True))
-        self.launches.append((kernel, signature, constants, dict(num_warps=num_warps, num_stages=num_stages)))
+        options = dict(num_warps=num_warps, num_stages=num_stages, registers=registers)
+        self.launches.append((kernel, signature, constants, options))
         return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
 
 

@@ -15,7 +15,7 @@ from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
 from jax_flash_jvp.kernels.portable import visibility
-from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, product, tile
+from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, product, short, tile
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
 STRIDE_UNIT = 16  # elements; what Triton makes use of
@@ -101,8 +101,11 @@ class _Call:
         return tuple(None if a is None else self.launcher.round_to_tf32(a) for a in arrays)
 
     def tile(self, job: str) -> Tile:
-        found = tile(job, self.widest, self.dtype, self.problem.precision, self.launcher.target)
-        return lighter(found) if {"bias", "mask", "dropout", "cap"} & {*self.features.split()} else found
+        target, words = self.launcher.target, {*self.features.split()}
+        found = tile(job, self.widest, self.dtype, self.problem.precision, target)
+        if words & {"bias", "mask", "dropout", "cap", "segments"}:
+            found = lighter(found)
+        return short(found, job, self.widest, self.dtype, target) if "tiles" in words else found
 
     def run(self, kernel, tile: Tile, programs: int, inputs, outputs, tx: Operands, by_key: bool = False, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
@@ -114,7 +117,7 @@ class _Call:
             kernel, programs, given, self.scalars, [placeholder if o is None else o for o in outputs],
             dict(
                 self.constants, BM=tile.block_m, BN=tile.block_n, RAGGED=ragged, **has_tangents(tx), **constants
-            ), tile.num_warps, tile.num_stages,
+            ), tile.num_warps, tile.num_stages, registers=tile.registers,
         )  # fmt: skip
         return tuple(None if o is None else a for o, a in zip(outputs, got, strict=True))
 
@@ -130,7 +133,7 @@ class _Call:
         (seen,) = self.launcher.launch(
             visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selection,
             (*self.lengths, *self.reach, heads), [Output((batch, heads, n_blocks, n_tiles), "int32")],
-            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1,
+            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1, registers=80,
         )  # fmt: skip
         (listed,) = self.launcher.launch(
             visibility.list_tiles, batch * heads * n_blocks, (seen,), (n_tiles,),

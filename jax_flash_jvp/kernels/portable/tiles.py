@@ -17,6 +17,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     spill: int = 64  # bytes that a thread may store, with Triton 3.9: some registers come and go with any constant
+    registers: int | None = None  # of a thread, at most
 
 
 HEAD_DIMS = (64, 128, 256)  # the columns: head dims up to each
@@ -141,8 +142,16 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
 
 
 def lighter(tile: Tile) -> Tile:
-    """For calls that read, or work out, more than a product for each score: a bias, a mask, dropout, a cap."""
+    """For calls that read, or work out, more than a product for each score: a bias, a mask, dropout, a cap, segments."""
     return tile._replace(block_n=min(64, tile.block_n), num_stages=min(2, tile.num_stages))
+
+
+def short(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str) -> Tile:
+    """For calls that visit a list of tiles.  Their loops are short: on sm_90 it is faster when two programs share a
+    multiprocessor, one of which begins or ends while the other multiplies."""
+    registers = {("forward", 64): 128, ("forward", 128): 128, ("key_side", 64): 168}
+    half = dtype in ("float16", "bfloat16") and target == 90
+    return tile._replace(registers=registers.get((job, padded(head_dim)))) if half else tile
 
 
 def tile(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile:
