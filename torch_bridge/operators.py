@@ -116,7 +116,7 @@ def _allocate(name: str, q, k, v, mask, *rest) -> tuple[Tensor, ...]:
     return tuple(new[i % 2]() for i in range(results))
 
 
-def _compute(name: str, *args) -> tuple[Tensor, ...]:
+def compute(name: str, *args) -> tuple[Tensor, ...]:
     if name == "forward" and args[-1] is True and forward_ad._current_level >= 0:  # private
         raise RuntimeError(LOST)
     launches[name] += 1
@@ -177,7 +177,7 @@ def _tangent_apart(tangent, *args):
 for _name, (_groups, _static, _results, _products) in OPERATORS.items():
     _schema = f"({', '.join(GROUPS[g] for g in _groups)}, {_static}) -> ({', '.join(['Tensor'] * _results)})"
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-    library.impl(_name, outside_dynamo(partial(_compute, _name)), "CompositeExplicitAutograd")
+    library.impl(_name, outside_dynamo(partial(compute, _name)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_bridge::{_name}", partial(_allocate, _name), lib=library)
     _rule = _fold_forward_dual if _name == "forward_dual" else partial(_fold, _name)
     torch.library.register_vmap(f"torch_bridge::{_name}", _rule, lib=library)

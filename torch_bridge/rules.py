@@ -20,13 +20,16 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function  # private
 
 from torch_bridge import reference
-from torch_bridge.operators import case_of, library, ops, outside_dynamo, split
+from torch_bridge.operators import case_of, compute, library, ops, outside_dynamo, split
 
 NONE = (None,) * 4
 _unpack_dual, _make_dual = (
     torch._VF._unpack_dual,
     torch._VF._make_dual,
 )  # private: those of forward_ad, without the wrapping
+# private too
+_modes, _levels = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_in_mode, _VMAP_MODE = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._dispatch_key_parse("VmapMode")
 INSIDE = (
     "a second derivative of attention was taken in reverse mode while the forward_ad.dual_level of its inputs is open: "
     "close the level before you call backward, or use torch.func.jvp and torch.func.grad"
@@ -52,9 +55,18 @@ def _pack(primals, tangents, inputs=NONE):
     return tuple(p if t is None or p.dim() == 1 else _make_dual(p, t, level=0) for p, t in pairs)
 
 
-def _below(op, *args):
+def _below(name, *args):
+    """The operator beneath this key.  On a GPU without the dispatcher, which takes as long as a launch, unless somebody may
+    be listening there: a mode, a level of torch.func, the older vmap, or a tensor that is more than one."""
+    direct = (
+        args[0].is_cuda
+        and all(type(a) in (torch.Tensor, torch.nn.Parameter) for a in args if isinstance(a, torch.Tensor))
+        and _modes() == 0
+        and _levels() is None
+        and not _in_mode(_VMAP_MODE)
+    )
     with torch._C._AutoDispatchBelowAutograd():  # private: what every kernel at the Autograd key does
-        return op(*args)
+        return compute(name, *args) if direct else getattr(ops, name)(*args)
 
 
 class _Record(torch.autograd.Function):
@@ -108,7 +120,7 @@ def _forward(*args):
     def pullback(x, y, kept, cy, wanted):
         return ops.backward(*x, *cy, *y, *static, _differentiable(x, wanted))
 
-    return _record(pullback, _below(ops.forward, *args), x)
+    return _record(pullback, _below("forward", *args), x)
 
 
 def _dual(x, tx, static, kept=()):
@@ -124,7 +136,7 @@ def _dual(x, tx, static, kept=()):
             return ops.backward_dual(*x, *tx, *cy, *cty, *y, *ty, *static, want)
         return *ops.backward(*x, *cy, *y, *static, want[:4]), *NONE
 
-    return _record(pullback, _below(ops.forward_dual, *x, *tx, *static), (*x, *tx), kept)
+    return _record(pullback, _below("forward_dual", *x, *tx, *static), (*x, *tx), kept)
 
 
 def _forward_dual(*args):
@@ -153,7 +165,7 @@ def _tangent(*args):
             return *ops.backward_dual(*x, *tx, None, None, *cty, *y, *ty, *static, want), None, None
         return *NONE, *ops.backward(*x, *cty, *y, *static, want[4:]), None, None
 
-    return _record(pullback, _below(ops.tangent, *args), args[:10])
+    return _record(pullback, _below("tangent", *args), args[:10])
 
 
 def _backward(*args):
@@ -175,7 +187,7 @@ def _backward(*args):
             dx = ops.backward_dual(*x, *tx, None, None, *cy, *y, *ty, *static, flags)[:4]
         return *dx, *ty, None, None
 
-    return _record(pullback, _below(ops.backward, *args), args[:8])
+    return _record(pullback, _below("backward", *args), args[:8])
 
 
 def _backward_dual(*args):
@@ -190,7 +202,7 @@ def _backward_dual(*args):
         cotangents = [c if w else None for c, w in zip(cotangents, want, strict=True)]
         return reference.backward_dual_vjp(inputs, cotangents, case, want, _differentiable(inputs, wanted))
 
-    return _record(pullback, _below(ops.backward_dual, *args), inputs)
+    return _record(pullback, _below("backward_dual", *args), inputs)
 
 
 for _rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual):
