@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from compiled import compiled
+from jax_flash_jvp.kernels import jobs as every
 from jax_flash_jvp.kernels.hopper import jobs
 from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
 from jax_flash_jvp.kernels.launcher import Rows, pointers
@@ -108,3 +109,28 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     assert resources.fits(90)
     assert resources.mma.get("wgmma", 0) > 0
     assert resources.spill_stores <= SPILL.get((job, head_dim), SPILL_OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "window", "families"),
+    [
+        (8192, 64, None, ["hopper"] * 3),
+        (256, 64, None, ["portable", "hopper", "portable"]),
+        (8192, 64, (300, 300), ["portable", "hopper", "portable"]),
+        (8192, 72, None, ["hopper", "hopper", "portable"]),
+        (1024, 128, (None, 0), ["hopper"] * 3),
+        (8192, 32, None, ["portable"] * 3),
+        (8192, 192, None, ["portable"] * 3),
+    ],
+)
+def test_which_kernels_are_taken(length, head_dim, window, families):
+    """Of forward, forward + tangent and backward, unless a family is asked for: short loops do not fill the rings."""
+    recorder = Recorder()
+    o = jax.ShapeDtypeStruct((1, length, 2, head_dim), jnp.bfloat16)
+    x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
+    case = Problem(scale=0.1, window=window)
+    every.forward(recorder, case, x)
+    every.forward(recorder, case, x, x)
+    every.backward(recorder, case, x, (o, statistic), (o, None), QUERY)
+    kernels = [kernel for kernel, *_ in recorder.launches if kernel.__name__ != "statistics"]
+    assert [kernel.fn.__module__.split(".")[-2] for kernel in kernels] == families

@@ -46,7 +46,7 @@ QUERY_SIDE = {
     (64, "tangent"): Ring(64, 10, True, False), (128, "tangent"): Ring(64, 6, False, True),
 }  # fmt: skip
 
-# the shortest sequences, by width and job, for which these kernels are faster
+# the shortest loops over a sequence or a window, by width and job, for which these kernels are faster
 FROM = {
     64: dict(forward=2048, forward_dual=128, tangent=128, backward=8192, backward_dual=512),
     128: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
@@ -77,12 +77,14 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
     return None
 
 
-def faster(job: str, x: Operands) -> bool:
+def faster(job: str, problem: Problem, x: Operands) -> bool:
     """Than the portable kernels, which do not pad what is narrower than a tile?  As measured on an H200."""
-    head_dim, shortest = x.query.shape[3], min(x.query.shape[1], x.key.shape[1])
+    (queries, _, head_dim), keys = x.query.shape[1:], x.key.shape[1]
     if head_dim <= WIDTHS[0] // 2 or (job == "backward" and head_dim not in WIDTHS):
         return False
-    return shortest >= FROM[_width(head_dim)][job]
+    left, right = problem.reach(queries, keys)
+    window = keys if left is None or right is None else left + right + 1
+    return min(queries, keys, window) >= FROM[_width(head_dim)][job]
 
 
 def _width(head_dim: int) -> int:
