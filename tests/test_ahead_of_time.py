@@ -107,7 +107,7 @@ DTYPES = dict(bias="bfloat16", mask="bool")
 def featured():
     for feature in FEATURES:
         for head_dim, kind, capability in ((64, "half", 90), (128, "half", 80), (64, "tf32", 90), (128, "half", 90)):
-            slow = kind == "tf32" or (feature, capability) not in (("bias", 90), ("everything", 80))
+            slow = (head_dim, kind) != (64, "half") or feature not in ("bias", "everything")
             yield pytest.param(feature, head_dim, kind, capability, marks=[pytest.mark.slow] * slow)
 
 
