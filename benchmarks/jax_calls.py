@@ -22,6 +22,10 @@ def ours(q, k, v, causal):
     return dot_product_attention(q, k, v, is_causal=causal)
 
 
+def portable(q, k, v, causal):
+    return dot_product_attention(q, k, v, is_causal=causal, implementation="portable")
+
+
 def cudnn(q, k, v, causal):
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
 
@@ -33,6 +37,7 @@ def xla(q, k, v, causal):
 OURS = "jax-flash-jvp"
 CONTENDERS: dict[str, Contender] = {
     OURS: Contender(ours),
+    **({"portable": Contender(portable)} if jax.default_backend() == "gpu" else {}),
     "cuDNN": Contender(cudnn, ("forward", "backward")),
     "XLA": Contender(xla, tuple(PRODUCTS), quadratic=True),
 }
