@@ -8,8 +8,8 @@ turns, in another order each round, so that neither drift nor a predecessor's he
     python benchmarks/attention.py --framework torch --jobs "forward + JVP" --head-dims 128 --heads 16 --quick
     python benchmarks/attention.py --lengths 64 --head-dims 16 --heads 2 --matmul-size 64 --quick     # on a CPU
 
-JAX: beside its portable kernels alone, cuDNN and XLA.  PyTorch: beside scaled_dot_product_attention through cuDNN, FlashAttention and, compiled, the
-math backend; and beside jvp-flash-attention where that is installed.
+JAX: beside its portable kernels alone, cuDNN and XLA.  PyTorch: beside scaled_dot_product_attention through cuDNN,
+FlashAttention and, compiled, the math backend; and beside jvp-flash-attention where that is installed.
 
 TFLOP/s count the matrix products that the job needs: 2 for the forward, 6 for forward + JVP, 5 for the backward, 15 for the
 dual backward (the gradient through forward + JVP), each of 2 B H Lq Lk D operations, half of that where causal.
