@@ -107,7 +107,7 @@ DTYPES = dict(bias="bfloat16", mask="bool")
 def featured():
     for feature in FEATURES:
         for head_dim, kind, capability in ((64, "half", 90), (128, "half", 80), (64, "tf32", 90), (128, "half", 90)):
-            slow = (head_dim, kind) != (64, "half") or feature not in ("bias", "everything")
+            slow = (feature, head_dim, kind) != ("bias", 64, "half")
             yield pytest.param(feature, head_dim, kind, capability, marks=[pytest.mark.slow] * slow)
 
 
@@ -140,26 +140,33 @@ def test_features(feature, head_dim, kind, capability):
         assert resources.mma or kernel.__name__ in ("statistics", "look_at_tiles", "list_tiles"), kernel
 
 
+OFTEN = {
+    (90, "half"): (64, 128, 256),
+    (80, "half"): (64, 128),
+    (100, "half"): (128,),
+    (90, "tf32"): (64,),
+    (90, "ieee"): (64,),
+}
+
+
 def cases():
     for capability in (80, 90, 100):
         for kind, (dtype, precision) in KINDS.items():
-            often = {80: ("half",), 90: tuple(KINDS), 100: ("half",)}[capability]
             for head_dim in (*HEAD_DIMS, *(SPLIT if (kind, capability) == ("half", 90) else ())):
-                slow = kind not in often or (head_dim < 64 and (kind, capability) != ("half", 90))
-                slow |= capability == 100 and head_dim == 256  # half a minute each
+                marks = [] if head_dim in OFTEN.get((capability, kind), ()) else [pytest.mark.slow]
                 for job in JOBS:
                     if find(job, head_dim, dtype, precision, capability):
                         name = f"{job}-D{head_dim}-{kind}-sm{capability}"
-                        marks = [pytest.mark.slow] if slow else []
                         yield pytest.param(job, head_dim, kind, capability, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(("job", "head_dim", "kind", "capability"), list(cases()))
 def test_tile(job, head_dim, kind, capability):
-    """Not slow: 16-bit inputs on every GPU, and float32 on sm_90, from head dim 64 on (less, D256, on sm_100)."""
+    """All of them take half an hour: the common ones always, the others when they are asked for, as slow."""
     check(job, head_dim, kind, capability)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
 @pytest.mark.parametrize("job", JOBS[:-2])
 def test_whole_tiles_alone(job, head_dim):
