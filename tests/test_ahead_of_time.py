@@ -141,7 +141,7 @@ def test_features(feature, head_dim, kind, capability):
 
 
 OFTEN = {
-    (90, "half"): (64, 128, 256),
+    (90, "half"): (64, 128),
     (80, "half"): (64, 128),
     (100, "half"): (128,),
     (90, "tf32"): (64,),
@@ -153,8 +153,9 @@ def cases():
     for capability in (80, 90, 100):
         for kind, (dtype, precision) in KINDS.items():
             for head_dim in (*HEAD_DIMS, *(SPLIT if (kind, capability) == ("half", 90) else ())):
-                marks = [] if head_dim in OFTEN.get((capability, kind), ()) else [pytest.mark.slow]
                 for job in JOBS:
+                    often = head_dim in OFTEN.get((capability, kind), ()) and (capability < 100 or "dual" not in job)
+                    marks = [] if often else [pytest.mark.slow]
                     if find(job, head_dim, dtype, precision, capability):
                         name = f"{job}-D{head_dim}-{kind}-sm{capability}"
                         yield pytest.param(job, head_dim, kind, capability, id=name, marks=marks)
