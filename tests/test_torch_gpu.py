@@ -161,7 +161,6 @@ def test_layouts(layout, kernels_alone, family):
 
 def test_calls_like_earlier_ones(kernels_alone, family):
     """They follow the plan of the first, whatever the tensors hold and whether some are the same."""
-    plans.plans.clear()
     make = lambda seed: tuple(LAYOUTS["BLHD"](130, 2, seed + i) for i in range(3))
     counts = []
     for seed in (0, 10, 20):
@@ -193,7 +192,7 @@ def test_packed_is_not_copied(kernels_alone, family):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_device_that_is_not_the_current_one(kernels_alone, family):
+def test_a_device_that_is_not_the_current_one(kernels_alone):
     x, tangents = (tuple(normal(1, 2, 100, 64, device="cuda:1", seed=10 * j + i) for i in range(3)) for j in range(2))
     weights = tuple(normal(1, 2, 100, 64, device="cuda:1", seed=30 + i) for i in range(2))
     assert torch.cuda.current_device() == 0

@@ -57,7 +57,8 @@ def _pack(primals, tangents, inputs=NONE):
 
 def _below(name, *args):
     """The operator beneath this key.  On a GPU without the dispatcher, which takes as long as a launch, unless somebody may
-    be listening there: a mode, a level of torch.func, the older vmap, or a tensor that is more than one."""
+    be listening there: a mode, a level of torch.func, the older vmap, or a tensor that is more than one.  A profiler then sees
+    the operator above and the kernel."""
     direct = (
         args[0].is_cuda
         and all(type(a) in (torch.Tensor, torch.nn.Parameter) for a in args if isinstance(a, torch.Tensor))

@@ -423,7 +423,7 @@ def backward(
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    if GROUPS == 2:
+    if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,

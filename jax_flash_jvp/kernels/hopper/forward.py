@@ -483,7 +483,7 @@ def attend(
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    if GROUPS == 2:
+    if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
             (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
                        q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
