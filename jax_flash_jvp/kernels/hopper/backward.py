@@ -27,6 +27,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     advance,
     barriers,
     clean,
+    key_bounds,
     load_resident,
     load_tile,
     masked_tile,
@@ -374,22 +375,15 @@ def backward(
     query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
     sight = (query_end, key_end, left, right)
     # the streamed rows start … stop that some resident row sees, or is seen by, and of them those that all do
-    start = 0
-    first = 0
     if ROW:
         group = 1
         i_stream = i_a // GROUP
-        whole = key_end
-        stop = key_end
-        if RIGHT:
-            whole = gl.minimum(key_end, a_row + right + 1)
-            stop = gl.minimum(key_end, a_row + ROWS + right)
-        if LEFT:
-            start = a_row - left
-            first = a_row + ROWS - 1 - left
+        start, first, whole, stop = key_bounds(a_row, ROWS, key_end, left, right, LEFT, RIGHT)
     else:
         group = GROUP
         i_stream = i_a * GROUP
+        start = 0
+        first = 0
         stop = query_end
         whole = query_end if QUERY_LENGTHS else query_end + T - 1  # absent queries are hidden by their ℓ = +∞
         if RIGHT:

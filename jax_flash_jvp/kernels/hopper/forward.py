@@ -22,6 +22,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     advance,
     barriers,
     clean,
+    key_bounds,
     load_resident,
     load_rows,
     load_tile,
@@ -454,16 +455,7 @@ def attend(
     q_row = i_m * ROWS
     query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
     sight = (query_end, key_end, left, right)
-    start = 0
-    first = 0
-    whole = key_end
-    stop = key_end
-    if RIGHT:
-        whole = gl.minimum(key_end, q_row + right + 1)
-        stop = gl.minimum(key_end, q_row + ROWS + right)
-    if LEFT:
-        start = q_row - left
-        first = q_row + ROWS - 1 - left
+    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, left, right, LEFT, RIGHT)
     if QUERY_LENGTHS:
         if q_row >= query_end:
             stop = 0

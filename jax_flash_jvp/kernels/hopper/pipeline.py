@@ -75,6 +75,22 @@ def span(start, first, whole, stop, T: gl.constexpr):
 
 
 @gluon.jit
+def key_bounds(row, ROWS: gl.constexpr, key_end, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """(start, first, whole, stop) for `span`: of the keys, for the ROWS queries from `row` on."""
+    start = 0
+    first = 0
+    whole = key_end
+    stop = key_end
+    if RIGHT:
+        whole = gl.minimum(key_end, row + right + 1)
+        stop = gl.minimum(key_end, row + ROWS + right)
+    if LEFT:
+        start = row - left
+        first = row + ROWS - 1 - left
+    return start, first, whole, stop
+
+
+@gluon.jit
 def masked_tile(t, start, first, end):
     j = start + t
     if j >= first:
