@@ -30,6 +30,18 @@ class Block(np.ndarray):
     def to(self, dtype):
         return self.astype(dtype).view(Block)
 
+    def __iadd__(self, other):  # another value, as for every tensor
+        return self + other
+
+    def __isub__(self, other):
+        return self - other
+
+    def permute(self, order):
+        return self.transpose(order)
+
+    def split(self):
+        return self[..., 0], self[..., 1]
+
     def __array_wrap__(self, array, context=None, return_scalar=False):
         return np.asarray(array).view(Block)
 
@@ -71,6 +83,9 @@ class Shared:
 
     def reshape(self, shape):
         return Shared(self.array.reshape(shape))
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.array[(slice(None),) * dim + (slice(start, start + length),)])
 
     def permute(self, order):
         return Shared(self.array.transpose(order))

@@ -148,7 +148,7 @@ MUTANTS = {  # and whether it takes late copies to notice
         False,
     ),
     "statistics-overwritten": ("mbarrier.wait(s_empty.index(stage), s_phase)", "pass", True),
-    "mu-dropped": ("b_w = b_ts * scale - mu", "b_w = b_ts * scale", False),
+    "mu-dropped": ("b_ts -= mu * per_scale", "pass", False),
     "ragged-end": ("query_end, key_end - 1, -1", "query_end, key_end + 99, -1", False),
 }
 

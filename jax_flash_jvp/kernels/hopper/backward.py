@@ -9,7 +9,8 @@ A program owns 64 resident rows for each of its GROUPS consumer warpgroups, and 
 and, with w = ṡ − μ,  ṡ = a ḃᵀ + ȧ bᵀ,  ḋs = p∘(c ėᵀ + ċ eᵀ − δ̇) + ds∘w,  ḋa += ḋs b + ds ḃ,  ḋc += p ė + (p∘w) e.
 
 ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side; those of streamed rows come
-through shared memory, by the producer.  DP_FIRST issues the products of ḋp before those of ṡ are waited for.
+through shared memory, by the producer.  A tile of b and of ḃ lie one below the other, so that one product has both a bᵀ and
+a ḃᵀ, with half the reading of a; c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with what is taken off or added.
 """
 
 from triton.experimental import gluon
@@ -27,12 +28,15 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     advance,
     barriers,
     clean,
+    halves,
     key_bounds,
     load_resident,
     load_tile,
     masked_tile,
     matrix,
+    parts,
     reach,
+    score_product,
     span,
     store_rows,
     tiles,
@@ -116,12 +120,8 @@ def produce(
                         stage_column(T_DELTA, x, o_m < query_end, 0.0, stats, 4 * stage + 3)
                     mbarrier.arrive(s_full.index(stage), count=1)
                     stage, s_phase = advance(stage, s_phase, 2)
-                slot, phase = load_tile(b_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
-                slot, phase = load_tile(e_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
-                if USE_TB:
-                    slot, phase = load_tile(tb_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
-                if USE_TE:
-                    slot, phase = load_tile(te_d, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS)
+                slot, phase = load_tile(b_d, tb_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TB)
+                slot, phase = load_tile(e_d, te_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TE)
 
 
 @gluon.jit
@@ -129,21 +129,22 @@ def consume(
     i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
     DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row, tiles_of,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
-    THROUGH_SHARED: gl.constexpr, DP_FIRST: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     RAGGED: gl.constexpr, MASKS: gl.constexpr, PADDED_A: gl.constexpr, PADDED_B: gl.constexpr, USE_C: gl.constexpr,
     USE_W: gl.constexpr, USE_TA: gl.constexpr,
     USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, 16])
+    two_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * T, 16])
     o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
     x_l: gl.constexpr = gl.SliceLayout(1 if ROW else 0, s_l)
+    BLOCKS: gl.constexpr = 2 if USE_TB or USE_TE else 1
     # so many products of each kind are in flight when another is waited for
-    N_TS: gl.constexpr = (1 if USE_W and USE_TB else 0) + (1 if USE_W and USE_TA else 0)
+    N_TS: gl.constexpr = parts(C, D) if USE_TA else 0
     N_P: gl.constexpr = (1 if WANT_C else 0) + (1 if WANT_TC and USE_TE else 0)
     N_DS: gl.constexpr = (1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0)
-    N_TDP: gl.constexpr = (1 if WANT_TA and USE_TE else 0) + (1 if WANT_TA and USE_TC else 0)
     N_PW: gl.constexpr = 1 if WANT_TC and USE_W else 0
     dtype: gl.constexpr = a_s.dtype
     a_start = a_row + GROUP_ROWS * i_w
@@ -153,6 +154,7 @@ def consume(
     b_tda = zero_a
     b_tdc = zero_a
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
+    zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, two_l)
     if ROW:
         o_a = a_start + gl.arange(0, GROUP_ROWS, layout=x_l)
         x = (i_b * HA + i_a).to(gl.int64) * LA + o_a
@@ -163,6 +165,7 @@ def consume(
         if WANT_TA:
             t_delta = row_statistic(T_DELTA, x, o_a < LA, 0.0)
     mbarrier.wait(a_bar, 0)
+    per_scale = 1 / scale
     end_a = sight[0] if ROW else sight[1]
     end_b = sight[1] if ROW else sight[0]
     plain, masked, start, first, end = tiles_of
@@ -177,126 +180,102 @@ def consume(
                 x_g = (i_b * HQ + i_stream + i_g).to(gl.int64) * LB
                 for t in range(masked if MASKED else plain):
                     j = masked_tile(t, start, first, end) if MASKED else first + t
-                    z = i_w + (
-                        tick >> 28
-                    )  # zero, but not to the compiler: else it keeps every resident descriptor in registers
+                    # an index that the compiler cannot fold: else it keeps every resident descriptor in registers
+                    z = i_w + (tick >> 28)
                     a = matrix(a_s, z, GROUP_ROWS, D)
                     e_slot, e_phase = advance(b_slot, b_phase, SLOTS)
-                    tb_slot, tb_phase = e_slot, e_phase
-                    if USE_TB:
-                        tb_slot, tb_phase = advance(e_slot, e_phase, SLOTS)
-                    te_slot, te_phase = tb_slot, tb_phase
-                    if USE_TE:
-                        te_slot, te_phase = advance(tb_slot, tb_phase, SLOTS)
-                    b = matrix(ring, b_slot, T, D)
-                    e = matrix(ring, e_slot, T, D)
+                    bb = matrix(ring, b_slot, BLOCKS * T, D)
+                    ee = matrix(ring, e_slot, BLOCKS * T, D)
+                    b = bb.slice(0, T, 0)
+                    e = ee.slice(0, T, 0)
+                    tb = bb.slice(T, T, 0) if USE_TB else b
+                    te = ee.slice(T, T, 0) if USE_TE else e
                     if MASKED and PADDED_B:
                         mbarrier.wait(full.index(b_slot), b_phase)
                         clean(b, j * T, end_b, T, D)
                         mbarrier.wait(full.index(e_slot), e_phase)
                         clean(e, j * T, end_b, T, D)
                         if USE_TB:
-                            mbarrier.wait(full.index(tb_slot), tb_phase)
-                            clean(matrix(ring, tb_slot, T, D), j * T, end_b, T, D)
+                            clean(tb, j * T, end_b, T, D)
                         if USE_TE:
-                            mbarrier.wait(full.index(te_slot), te_phase)
-                            clean(matrix(ring, te_slot, T, D), j * T, end_b, T, D)
+                            clean(te, j * T, end_b, T, D)
 
                     if not ROW and not THROUGH_SHARED:
                         lse2 = column(LSE2 + x_g, j * T, end_b, float("inf"), T, RAGGED, x_l)
                     mbarrier.wait(full.index(b_slot), b_phase)
                     if TURNS:
                         mbarrier.wait(turn.index(i_w), tick & 1)
-                    b_s = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, T]
+                    if USE_TB:
+                        b_s = score_product(a, bb, zeros, False, C, D)  # [64, 2 T]
+                    else:
+                        b_s = score_product(a, b, zero, False, C, D)  # [64, T]
                     mbarrier.wait(full.index(e_slot), e_phase)
                     if USE_C:
                         c = matrix(c_s, z, GROUP_ROWS, D)
-                        b_dp = warpgroup_mma(c, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+                        if USE_TE and WANT_TA:
+                            b_dp = score_product(c, ee, zeros, False, C, D)
+                        else:
+                            b_dp = score_product(c, e, zero, False, C, D)
                     if TURNS:
                         mbarrier.arrive(turn.index((i_w + 1) % GROUPS), count=1)
                     if THROUGH_SHARED:
                         mbarrier.wait(s_full.index(stage), s_phase)
                         lse2 = staged_column(stats, 4 * stage, x_l)
-                    b_s = warpgroup_mma_wait(1 if USE_C else 0, deps=[b_s])
+                    b_s = warpgroup_mma_wait(parts(C, D) if USE_C else 0, deps=[b_s])
+                    b_ts = zero
+                    if USE_TB:
+                        b_s, b_ts = halves(b_s, T, s_l)
                     if MASKED:
                         b_s = gl.where(visible(a_start, j * T, sight, T, ROW, LEFT, RIGHT, s_l), b_s, -float("inf"))
                     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
                     if N_P > 0:
                         p = gl.convert_layout(b_p.to(dtype), p_l)
-                    if USE_TB:
-                        mbarrier.wait(full.index(tb_slot), tb_phase)
-                        tb = matrix(ring, tb_slot, T, D)
                     if USE_W:
-                        if USE_TB:
-                            b_ts = warpgroup_mma(a, tb.permute((1, 0)), zero, use_acc=False, is_async=True)
-                        if USE_TA:
-                            ta = matrix(ta_s, z, GROUP_ROWS, D)
-                            if USE_TB:
-                                b_ts = warpgroup_mma(ta, b.permute((1, 0)), b_ts, is_async=True)
-                            else:
-                                b_ts = warpgroup_mma(ta, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+                        if THROUGH_SHARED:
+                            mu = staged_column(stats, 4 * stage + 1, x_l)
+                        b_ts -= mu * per_scale
+                    if USE_TA:
+                        b_ts = score_product(matrix(ta_s, z, GROUP_ROWS, D), b, b_ts, True, C, D)
                     if WANT_C:
                         b_dc = warpgroup_mma(p, e, b_dc, is_async=True)
-                    if USE_TE:
-                        te = matrix(ring, te_slot, T, D)
-                        if WANT_TC:
-                            mbarrier.wait(full.index(te_slot), te_phase)
-                            b_tdc = warpgroup_mma(p, te, b_tdc, is_async=True)
+                    if WANT_TC and USE_TE:
+                        b_tdc = warpgroup_mma(p, te, b_tdc, is_async=True)
 
                     if USE_C:
-                        if not ROW and not THROUGH_SHARED:
-                            delta = column(DELTA + x_g, j * T, end_b, 0.0, T, RAGGED, x_l)
                         if THROUGH_SHARED:
                             delta = staged_column(stats, 4 * stage + 2, x_l)
+                        elif not ROW:
+                            delta = column(DELTA + x_g, j * T, end_b, 0.0, T, RAGGED, x_l)
                         b_dp = warpgroup_mma_wait(N_TS + N_P, deps=[b_dp])
-                        b_ds = b_p * (b_dp - delta)
+                        b_tdp = zero
+                        if WANT_TA and USE_TE:
+                            b_dp, b_tdp = halves(b_dp, T, s_l)
+                        b_dp -= delta
                         if N_DS > 0:
-                            ds = gl.convert_layout(b_ds.to(dtype), p_l)
+                            ds = gl.convert_layout((b_p * b_dp).to(dtype), p_l)
                         if WANT_TA and USE_TB:
                             b_tda = warpgroup_mma(ds, tb, b_tda, is_async=True)
                         if WANT_A:
                             b_da = warpgroup_mma(ds, b, b_da, is_async=True)
-                    if N_TDP > 0 and DP_FIRST:
-                        if USE_TE:
-                            mbarrier.wait(full.index(te_slot), te_phase)
-                            b_tdp = warpgroup_mma(c, te.permute((1, 0)), zero, use_acc=False, is_async=True)
-                        if USE_TC:
-                            tc = matrix(tc_s, z, GROUP_ROWS, D)
-                            if USE_TE:
-                                b_tdp = warpgroup_mma(tc, e.permute((1, 0)), b_tdp, is_async=True)
-                            else:
-                                b_tdp = warpgroup_mma(tc, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if USE_TA:
+                        b_ts = warpgroup_mma_wait(N_P + N_DS, deps=[b_ts])
                     if USE_W:
+                        b_w = b_ts * scale
+                    if WANT_TA:
                         if THROUGH_SHARED:
-                            mu = staged_column(stats, 4 * stage + 1, x_l)
-                        b_ts = warpgroup_mma_wait(N_P + N_DS + (N_TDP if DP_FIRST else 0), deps=[b_ts])
-                        b_w = b_ts * scale - mu
-                        if WANT_TA:
-                            b_dsw = b_ds * b_w
-                    if N_TDP > 0 and not DP_FIRST:
-                        if USE_TE:
-                            mbarrier.wait(full.index(te_slot), te_phase)
-                            b_tdp = warpgroup_mma(c, te.permute((1, 0)), zero, use_acc=False, is_async=True)
+                            t_delta = staged_column(stats, 4 * stage + 3, x_l)
+                        b_tdp -= t_delta
+                        if USE_W:
+                            b_tdp += b_dp * b_w
                         if USE_TC:
-                            tc = matrix(tc_s, z, GROUP_ROWS, D)
-                            if USE_TE:
-                                b_tdp = warpgroup_mma(tc, e.permute((1, 0)), b_tdp, is_async=True)
-                            else:
-                                b_tdp = warpgroup_mma(tc, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+                            b_tdp = score_product(matrix(tc_s, z, GROUP_ROWS, D), e, b_tdp, True, C, D)
                     if N_PW > 0:
                         pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
                         b_tdc = warpgroup_mma(pw, e, b_tdc, is_async=True)
                     if WANT_TA:
-                        if THROUGH_SHARED:
-                            t_delta = staged_column(stats, 4 * stage + 3, x_l)
-                        if N_TDP > 0:
+                        if USE_TC:
                             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
-                            b_tds = b_p * (b_tdp - t_delta)
-                        else:
-                            b_tds = -b_p * t_delta
-                        if USE_W:
-                            b_tds += b_dsw
-                        tds = gl.convert_layout(b_tds.to(dtype), p_l)
+                        tds = gl.convert_layout((b_p * b_tdp).to(dtype), p_l)
                         b_tda = warpgroup_mma(tds, b, b_tda, is_async=True)
 
                     # registers of an operand must outlive its product
@@ -319,11 +298,7 @@ def consume(
                         stage, s_phase = advance(stage, s_phase, 2)
                     mbarrier.arrive(empty.index(b_slot), count=1)
                     mbarrier.arrive(empty.index(e_slot), count=1)
-                    if USE_TB:
-                        mbarrier.arrive(empty.index(tb_slot), count=1)
-                    if USE_TE:
-                        mbarrier.arrive(empty.index(te_slot), count=1)
-                    b_slot, b_phase = advance(te_slot, te_phase, SLOTS)
+                    b_slot, b_phase = advance(e_slot, e_phase, SLOTS)
                     tick += 1
 
     if WANT_A:
@@ -342,7 +317,7 @@ def backward(
     scale, HQ, GROUP, LQ, LK, left, right,
     DA, DC, TDA, TDC,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
-    DP_FIRST: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr,
+    TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr,
     KEY_LENGTHS: gl.constexpr, RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
     HAS_TE: gl.constexpr, WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
@@ -357,8 +332,8 @@ def backward(
     PADDED_B: gl.constexpr = KEY_LENGTHS if ROW else QUERY_LENGTHS
     MASKS: gl.constexpr = LEFT or RIGHT or PADDED_B or (ROW and RAGGED)
     THROUGH_SHARED: gl.constexpr = not ROW and (
-        WANT_TA or WANT_TC
-    )  # else the few that are needed come straight from memory
+        WANT_TA or WANT_TC or GROUPS == 3
+    )  # else the few that are needed come straight from memory, if there are registers for them
     if not ROW and not RAGGED:
         LQ = LQ // T * T  # as in portable/backward.py
     LA = LQ if ROW else LK
@@ -395,16 +370,18 @@ def backward(
     if PADDED_A:
         if a_row >= (query_end if ROW else key_end):
             stop = 0
-    tiles_of = span(start, first, whole, stop, T)
+    tiles_of = span(start, first, whole, stop, T, MASKS)
 
     a_s = tiles(a_d, GROUPS)
     c_s = tiles(c_d, GROUPS) if USE_C else a_s
     ta_s = tiles(ta_d, GROUPS) if USE_TA else a_s
     tc_s = tiles(tc_d, GROUPS) if USE_TC else a_s
-    ring = tiles(b_d, SLOTS)
+    BLOCKS: gl.constexpr = 2 if USE_TB or USE_TE else 1
+    PAIRS: gl.constexpr = SLOTS // BLOCKS
+    ring = tiles(b_d, PAIRS, BLOCKS)
     a_bar = barriers(1, 1).index(0)
-    full = barriers(SLOTS, 1)
-    empty = barriers(SLOTS, GROUPS)
+    full = barriers(PAIRS, 1)
+    empty = barriers(PAIRS, GROUPS)
     # none that is not used: its memory would be given to others
     turn = barriers(GROUPS, 1) if TURNS else full
     stats = full
@@ -422,14 +399,14 @@ def backward(
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
@@ -437,28 +414,28 @@ def backward(
                        a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, query_end,
                        i_b, i_a, i_stream,
                        a_row, tiles_of,
-                       T, SLOTS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
+                       T, PAIRS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
                        T_DELTA,
                        DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, DP_FIRST,
+                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
                        TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
                        USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
@@ -466,5 +443,5 @@ def backward(
                        a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, query_end,
                        i_b, i_a, i_stream,
                        a_row, tiles_of,
-                       T, SLOTS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
+                       T, PAIRS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

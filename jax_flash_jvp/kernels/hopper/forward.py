@@ -28,7 +28,9 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_tile,
     masked_tile,
     matrix,
+    parts,
     reach,
+    score_product,
     span,
     store_rows,
     tiles,
@@ -54,12 +56,12 @@ def produce(
     plain, masked, start, first, end = tiles_of
     for t in range(plain + masked):
         j = visited_tile(t, plain, start, first, end)
-        slot, phase = load_tile(k_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
+        slot, phase = load_tile(k_d, k_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, False)
         if HAS_TK:
-            slot, phase = load_tile(tk_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
-        slot, phase = load_tile(v_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
+            slot, phase = load_tile(tk_d, tk_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, False)
+        slot, phase = load_tile(v_d, v_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, False)
         if HAS_TV:
-            slot, phase = load_tile(tv_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, SLOTS)
+            slot, phase = load_tile(tv_d, tv_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, False)
 
 
 @gluon.jit
@@ -98,7 +100,7 @@ def consume_dual(
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
-    N_TS: gl.constexpr = (1 if HAS_TQ else 0) + (1 if HAS_TK else 0)
+    N_TS: gl.constexpr = parts(C, D) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
     row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
@@ -125,23 +127,23 @@ def consume_dual(
                 tv_slot, tv_phase = v_slot, v_phase
                 if HAS_TV:
                     tv_slot, tv_phase = advance(v_slot, v_phase, SLOTS)
-                k_t = matrix(ring, k_slot, BN, D).permute((1, 0))
+                k = matrix(ring, k_slot, BN, D)
                 v = matrix(ring, v_slot, BN, D)
 
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
-                b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)  # [64, BN]
+                b_s = score_product(q, k, zero, False, C, D)  # [64, BN]
                 if HAS_TQ:
                     tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
-                    b_ts = warpgroup_mma(tq, k_t, zero, use_acc=False, is_async=True)
+                    b_ts = score_product(tq, k, zero, False, C, D)
                 if HAS_TK:
                     mbarrier.wait(full.index(tk_slot), tk_phase)
-                    tk_t = matrix(ring, tk_slot, BN, D).permute((1, 0))
+                    tk = matrix(ring, tk_slot, BN, D)
                     if HAS_TQ:
-                        b_ts = warpgroup_mma(q, tk_t, b_ts, is_async=True)
+                        b_ts = score_product(q, tk, b_ts, True, C, D)
                     else:
-                        b_ts = warpgroup_mma(q, tk_t, zero, use_acc=False, is_async=True)
+                        b_ts = score_product(q, tk, zero, False, C, D)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
@@ -184,25 +186,27 @@ def consume_dual(
                 k_slot, k_phase = advance(tv_slot, tv_phase, SLOTS)
                 tick += 1
 
-    b_lse = (b_m + gl.log2(b_l)) * LN2
-    if EMPTY:
-        b_l = gl.where(b_l == 0.0, 1.0, b_l)
+    if EMPTY:  # rows that see nothing, and padding
+        nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
+        b_l = gl.where(nothing, 1.0, b_l)
     b_mu = b_mu / b_l
     scaling = gl.expand_dims(gl.convert_layout(1.0 / b_l, ro_l), 1)
     b_o = b_o * scaling
     b_to = b_to * scaling - gl.expand_dims(gl.convert_layout(b_mu, ro_l), 1) * b_o
-    if HAS_TS:
-        b_mu += c_s.load(r_l)
-    if EMPTY:  # rows that see nothing, and padding
-        nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
-        b_lse = gl.where(nothing, -float("inf"), b_lse)
-        b_mu = gl.where(nothing, 0.0, b_mu)
+    if EMPTY:
         nothing_o = gl.expand_dims(gl.convert_layout(nothing, ro_l), 1)
         b_o = gl.where(nothing_o, 0.0, b_o)
         b_to = gl.where(nothing_o, 0.0, b_to)
     store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, C, o_l)
     store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, C, o_l)
+    b_lse = (b_m + gl.log2(b_l)) * LN2
+    if EMPTY:
+        b_lse = gl.where(nothing, -float("inf"), b_lse)
     store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
+    if HAS_TS:
+        b_mu += c_s.load(r_l)
+    if EMPTY:
+        b_mu = gl.where(nothing, 0.0, b_mu)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
 
 
@@ -222,7 +226,7 @@ def consume_tangent(
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
-    N_TS: gl.constexpr = (1 if HAS_TQ else 0) + (1 if HAS_TK else 0)
+    N_TS: gl.constexpr = parts(C, D) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
     row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
     o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
@@ -248,22 +252,22 @@ def consume_tangent(
                 tv_slot, tv_phase = v_slot, v_phase
                 if HAS_TV:
                     tv_slot, tv_phase = advance(v_slot, v_phase, SLOTS)
-                k_t = matrix(ring, k_slot, BN, D).permute((1, 0))
+                k = matrix(ring, k_slot, BN, D)
 
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
-                b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)  # [64, BN]
+                b_s = score_product(q, k, zero, False, C, D)  # [64, BN]
                 if HAS_TQ:
                     tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
-                    b_ts = warpgroup_mma(tq, k_t, zero, use_acc=False, is_async=True)
+                    b_ts = score_product(tq, k, zero, False, C, D)
                 if HAS_TK:
                     mbarrier.wait(full.index(tk_slot), tk_phase)
-                    tk_t = matrix(ring, tk_slot, BN, D).permute((1, 0))
+                    tk = matrix(ring, tk_slot, BN, D)
                     if HAS_TQ:
-                        b_ts = warpgroup_mma(q, tk_t, b_ts, is_async=True)
+                        b_ts = score_product(q, tk, b_ts, True, C, D)
                     else:
-                        b_ts = warpgroup_mma(q, tk_t, zero, use_acc=False, is_async=True)
+                        b_ts = score_product(q, tk, zero, False, C, D)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
@@ -353,8 +357,8 @@ def consume_plain(
         # P is handed from one tile to the next but not from one loop to the other, where it would lose its packed registers
         if (not MASKED or MASKS) and n > 0:
             mbarrier.wait(full.index(k_slot), k_phase)
-            k_t = matrix(ring, k_slot, BN, D).permute((1, 0))
-            b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+            k = matrix(ring, k_slot, BN, D)
+            b_s = score_product(q, k, zero, False, C, D)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             mbarrier.arrive(empty.index(k_slot), count=1)
             j = masked_tile(0, start, first, end) if MASKED else first
@@ -369,8 +373,8 @@ def consume_plain(
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
-                k_t = matrix(ring, k_slot, BN, D).permute((1, 0))
-                b_s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+                k = matrix(ring, k_slot, BN, D)
+                b_s = score_product(q, k, zero, False, C, D)
                 mbarrier.wait(full.index(v_slot), v_phase)
                 v = matrix(ring, v_slot, BN, D)
                 if MASKED and PADDED:
@@ -459,7 +463,7 @@ def attend(
     if QUERY_LENGTHS:
         if q_row >= query_end:
             stop = 0
-    plain, masked, start, first, end = span(start, first, whole, stop, BN)
+    plain, masked, start, first, end = span(start, first, whole, stop, BN, MASKS)
     tiles_of = (plain, masked, start, first, end)
 
     q_s = tiles(q_d, GROUPS)

@@ -18,32 +18,31 @@ REGISTERS = {2: 168, 3: 128}
 
 
 class Ring(NamedTuple):
-    """How a kernel streams: rows of a tile, tiles in flight, ḋP early, warpgroups in turn."""
+    """How a kernel streams: rows of a tile, tiles in flight, warpgroups in turn."""
 
     tile: int
     slots: int
-    dp_first: bool
     turns: bool
     groups: int = 2  # consumer warpgroups
 
 
 # measured on an H200 at L = 8192; keys are the width of tiles and, for the backward, whether tangents of gradients are wanted
-FORWARD = {64: Ring(128, 6, False, True, 3), 128: Ring(128, 4, False, True)}
-FORWARD_DUAL = {64: Ring(128, 8, False, False), 128: Ring(64, 8, False, True)}
-TANGENT = {64: Ring(64, 12, False, True, 3), 128: Ring(64, 8, False, True)}
+FORWARD = {64: Ring(128, 6, True, 3), 128: Ring(128, 4, True)}
+FORWARD_DUAL = {64: Ring(128, 8, False), 128: Ring(64, 8, True)}
+TANGENT = {64: Ring(64, 12, True, 3), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers at 128: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
-    (64, "plain"): Ring(64, 8, False, True, 3), (128, "plain"): Ring(64, 6, False, True),
-    (64, "dual"): Ring(32, 16, False, True),
-    (64, "tangent"): Ring(64, 8, False, False), (128, "tangent"): Ring(32, 12, True, True),
+    (64, "plain"): Ring(64, 8, True, 3), (128, "plain"): Ring(64, 6, True),
+    (64, "dual"): Ring(32, 16, False),
+    (64, "tangent"): Ring(64, 8, False), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
-VALUES_DUAL = {128: Ring(64, 8, False, False)}
-KEYS_DUAL = {128: Ring(32, 12, False, True)}
+VALUES_DUAL = {128: Ring(64, 8, True)}
+KEYS_DUAL = {128: Ring(32, 12, False)}
 QUERY_SIDE = {
-    (64, "plain"): Ring(64, 12, True, True, 3), (128, "plain"): Ring(128, 4, False, True),
-    (64, "dual"): Ring(64, 12, True, False), (128, "dual"): Ring(32, 8, True, True),
-    (64, "tangent"): Ring(64, 10, True, False), (128, "tangent"): Ring(64, 6, False, True),
+    (64, "plain"): Ring(64, 12, True, 3), (128, "plain"): Ring(128, 4, True),
+    (64, "dual"): Ring(64, 12, False), (128, "dual"): Ring(32, 8, True),
+    (64, "tangent"): Ring(64, 10, False), (128, "tangent"): Ring(64, 6, False),
 }  # fmt: skip
 
 # the shortest loops over a sequence or a window, by width and job, for which these kernels are faster
@@ -188,7 +187,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         streamed_length = call.key_length if row else call.query_length
         return call.run(
             backward_kernels.backward, ring, length, heads, inputs, [like if w else None for w in wants],
-            T=ring.tile, ROW=row, DP_FIRST=ring.dp_first, RAGGED=bool(streamed_length % ring.tile),
+            T=ring.tile, ROW=row, RAGGED=bool(streamed_length % ring.tile),
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
             WANT_A=wants[0], WANT_C=wants[1], WANT_TA=wants[2], WANT_TC=wants[3],
         )  # fmt: skip

@@ -5,9 +5,10 @@ landed, `empty[slot]` that both consumers are done with it.  Descriptors are fou
 inputs need no copy; rows past L, and channels that an array has fewer of than its tiles, arrive as zeros.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 # renamed between Triton 3.6 and 3.9
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -40,10 +41,10 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def tiles(desc, N: gl.constexpr):
-    """Shared memory for N tiles of a descriptor."""
+def tiles(desc, N: gl.constexpr, BLOCKS: gl.constexpr = 1):
+    """Shared memory for N tiles, each of so many blocks of a descriptor, one below the other."""
     return gl.allocate_shared_memory(
-        desc.dtype, [N, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
+        desc.dtype, [N, 1, 1, BLOCKS * desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
     )
 
 
@@ -51,6 +52,38 @@ def tiles(desc, N: gl.constexpr):
 def matrix(buffer, i, ROWS: gl.constexpr, D: gl.constexpr):
     """Tile i as a matrix [ROWS, D]."""
     return buffer.index(i).reshape([ROWS, D])
+
+
+@triton.constexpr_function
+def second_half(C, D):
+    """Of tiles D wide whose rows have C channels: how many columns past the first half take part in products, 0 for all."""
+    rest = max(16, 1 << (C - D // 2 - 1).bit_length()) if C > D // 2 else D // 2
+    return rest if rest < D // 2 else 0
+
+
+@triton.constexpr_function
+def parts(C, D):
+    """Products to a `score_product`."""
+    return 2 if second_half(C, D) else 1
+
+
+@gluon.jit
+def score_product(a, b, acc, ADD: gl.constexpr, C: gl.constexpr, D: gl.constexpr):
+    """a bᵀ, added to acc if ADD, of rows in shared memory; asynchronous.  Zeros that fill up narrow rows are left out."""
+    HALF: gl.constexpr = D // 2
+    REST: gl.constexpr = second_half(C, D)
+    if REST == 0:
+        return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=ADD, is_async=True)
+    else:
+        acc = warpgroup_mma(a.slice(0, HALF, 1), b.slice(0, HALF, 1).permute((1, 0)), acc, use_acc=ADD, is_async=True)
+        return warpgroup_mma(a.slice(HALF, REST, 1), b.slice(HALF, REST, 1).permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def halves(b_x, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """The first T columns and the others, [GROUP_ROWS, T] each: which registers hold them, nothing moves."""
+    b_0, b_1 = b_x.reshape([GROUP_ROWS, 2, T]).permute([0, 2, 1]).split()
+    return gl.convert_layout(b_0, LAYOUT), gl.convert_layout(b_1, LAYOUT)
 
 
 @gluon.jit
@@ -64,14 +97,18 @@ def reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS: gl.constexpr, KEY_LE
 
 
 @gluon.jit
-def span(start, first, whole, stop, T: gl.constexpr):
+def span(start, first, whole, stop, T: gl.constexpr, MASKS: gl.constexpr):
     """(whole tiles, masked tiles, start, first, end) of a loop over the rows start … stop, of which first … whole are seen by
     everybody: the tiles first … end - 1, which need no mask, come first; then those from `start` on, and those after."""
-    n = gl.maximum(gl.cdiv(stop, T), 0)
-    start = gl.minimum(gl.maximum(start, 0) // T, n)
-    first = gl.minimum(gl.maximum(gl.cdiv(first, T), start), n)
-    end = gl.minimum(gl.maximum(gl.maximum(whole, 0) // T, first), n)
-    return end - first, first - start + n - end, start, first, end
+    if MASKS:
+        n = gl.maximum(gl.cdiv(stop, T), 0)
+        start = gl.minimum(gl.maximum(start, 0) // T, n)
+        first = gl.minimum(gl.maximum(gl.cdiv(first, T), start), n)
+        end = gl.minimum(gl.maximum(gl.maximum(whole, 0) // T, first), n)
+        return end - first, first - start + n - end, start, first, end
+    else:
+        n = gl.cdiv(stop, T)
+        return n, 0, 0, 0, n
 
 
 @gluon.jit
@@ -143,10 +180,17 @@ def clean(tile, row, end, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, i_b, i_h, row, ring, full, empty, slot, phase, SLOTS: gl.constexpr):
+def load_tile(
+    desc, t_desc, i_b, i_h, row, ring, full, empty, slot, phase,
+    T: gl.constexpr, SLOTS: gl.constexpr, TANGENT: gl.constexpr,
+):  # fmt: skip
+    """T rows of an array, and below them in the same slot, if TANGENT, those of its tangent."""
+    bar = full.index(slot)
     mbarrier.wait(empty.index(slot), phase)
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    async_load(desc, [i_b, i_h, row, 0], full.index(slot), ring.index(slot))
+    mbarrier.expect(bar, (2 if TANGENT else 1) * desc.block_type.nbytes)
+    async_load(desc, [i_b, i_h, row, 0], bar, ring.index(slot).slice(0, T, 2))
+    if TANGENT:
+        async_load(t_desc, [i_b, i_h, row, 0], bar, ring.index(slot).slice(T, T, 2))
     return advance(slot, phase, SLOTS)
 
 
