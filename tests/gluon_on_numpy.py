@@ -36,6 +36,8 @@ class Block(np.ndarray):
     def __isub__(self, other):
         return self - other
 
+    type = types.SimpleNamespace(layout=None)
+
     def permute(self, order):
         return self.transpose(order)
 

@@ -134,8 +134,8 @@ def test_a_gradient_alone(wrt):
 
 MUTANTS = {  # and whether it takes late copies to notice
     "values-given-back-early": (
-        "b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])\n                mbarrier.arrive(empty.index(v_slot), count=1)",
-        "mbarrier.arrive(empty.index(v_slot), count=1)\n                b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])",
+        "b_o, p = settled(b_o, p)\n                mbarrier.arrive(empty.index(v_slot), count=1)",
+        "mbarrier.arrive(empty.index(v_slot), count=1)\n                b_o, p = settled(b_o, p)",
         False,
     ),
     "keys-not-given-back": ("mbarrier.arrive(empty.index(k_slot), count=1)", "pass", False),

@@ -18,13 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from jax_flash_jvp.kernels.hopper.pipeline import (
     GROUP_ROWS,
     LOG2E,
+    accumulated,
     advance,
     barriers,
     clean,
@@ -34,14 +34,19 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_tile,
     masked_tile,
     matrix,
-    parts,
+    product_layout,
     reach,
+    scaled,
     score_product,
+    settled,
     span,
     store_rows,
+    sums,
     tiles,
     visible,
+    zeroed,
 )
+from jax_flash_jvp.kernels.portable.scores import parts
 
 
 @gluon.jit
@@ -66,16 +71,6 @@ def column(X, row, L, other: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexpr
 @gluon.jit
 def row_statistic(X, x, m_x, other: gl.constexpr):
     return gl.expand_dims(gl.load(X + x, mask=m_x, other=other), 1)
-
-
-@gluon.jit
-def store_gradient(
-    X, i_b, i_a, HA, row, LA, b_x, end, D: gl.constexpr, C: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    if PADDED:
-        o_a = gl.expand_dims(row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
-        b_x = gl.where(o_a < end, b_x, 0.0)
-    store_rows(X, i_b, i_a, HA, row, LA, b_x, D, C, LAYOUT)
 
 
 @gluon.jit
@@ -135,26 +130,23 @@ def consume(
     USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
-    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, 16])
-    two_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * T, 16])
-    o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    s_l: gl.constexpr = product_layout(T)
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     x_l: gl.constexpr = gl.SliceLayout(1 if ROW else 0, s_l)
     BLOCKS: gl.constexpr = 2 if USE_TB or USE_TE else 1
     # so many products of each kind are in flight when another is waited for
-    N_TS: gl.constexpr = parts(C, D) if USE_TA else 0
-    N_P: gl.constexpr = (1 if WANT_C else 0) + (1 if WANT_TC and USE_TE else 0)
-    N_DS: gl.constexpr = (1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0)
-    N_PW: gl.constexpr = 1 if WANT_TC and USE_W else 0
+    N_TS: gl.constexpr = parts(C) if USE_TA else 0
+    N_P: gl.constexpr = parts(C) * ((1 if WANT_C else 0) + (1 if WANT_TC and USE_TE else 0))
+    N_DS: gl.constexpr = parts(C) * ((1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0))
+    N_PW: gl.constexpr = parts(C) if WANT_TC and USE_W else 0
     dtype: gl.constexpr = a_s.dtype
     a_start = a_row + GROUP_ROWS * i_w
-    zero_a = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
-    b_da = zero_a
-    b_dc = zero_a
-    b_tda = zero_a
-    b_tdc = zero_a
+    b_da = sums(C)
+    b_dc = sums(C)
+    b_tda = sums(C)
+    b_tdc = sums(C)
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
-    zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, two_l)
+    zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
     if ROW:
         o_a = a_start + gl.arange(0, GROUP_ROWS, layout=x_l)
         x = (i_b * HA + i_a).to(gl.int64) * LA + o_a
@@ -206,22 +198,22 @@ def consume(
                     if TURNS:
                         mbarrier.wait(turn.index(i_w), tick & 1)
                     if USE_TB:
-                        b_s = score_product(a, bb, zeros, False, C, D)  # [64, 2 T]
+                        b_s = score_product(a, bb, zeros, False, C)  # [64, 2 T]
                     else:
-                        b_s = score_product(a, b, zero, False, C, D)  # [64, T]
+                        b_s = score_product(a, b, zero, False, C)  # [64, T]
                     mbarrier.wait(full.index(e_slot), e_phase)
                     if USE_C:
                         c = matrix(c_s, z, GROUP_ROWS, D)
                         if USE_TE and WANT_TA:
-                            b_dp = score_product(c, ee, zeros, False, C, D)
+                            b_dp = score_product(c, ee, zeros, False, C)
                         else:
-                            b_dp = score_product(c, e, zero, False, C, D)
+                            b_dp = score_product(c, e, zero, False, C)
                     if TURNS:
                         mbarrier.arrive(turn.index((i_w + 1) % GROUPS), count=1)
                     if THROUGH_SHARED:
                         mbarrier.wait(s_full.index(stage), s_phase)
                         lse2 = staged_column(stats, 4 * stage, x_l)
-                    b_s = warpgroup_mma_wait(parts(C, D) if USE_C else 0, deps=[b_s])
+                    b_s = warpgroup_mma_wait(parts(C) if USE_C else 0, deps=[b_s])
                     b_ts = zero
                     if USE_TB:
                         b_s, b_ts = halves(b_s, T, s_l)
@@ -235,11 +227,11 @@ def consume(
                             mu = staged_column(stats, 4 * stage + 1, x_l)
                         b_ts -= mu * per_scale
                     if USE_TA:
-                        b_ts = score_product(matrix(ta_s, z, GROUP_ROWS, D), b, b_ts, True, C, D)
+                        b_ts = score_product(matrix(ta_s, z, GROUP_ROWS, D), b, b_ts, True, C)
                     if WANT_C:
-                        b_dc = warpgroup_mma(p, e, b_dc, is_async=True)
+                        b_dc = accumulated(p, e, b_dc, C)
                     if WANT_TC and USE_TE:
-                        b_tdc = warpgroup_mma(p, te, b_tdc, is_async=True)
+                        b_tdc = accumulated(p, te, b_tdc, C)
 
                     if USE_C:
                         if THROUGH_SHARED:
@@ -254,9 +246,9 @@ def consume(
                         if N_DS > 0:
                             ds = gl.convert_layout((b_p * b_dp).to(dtype), p_l)
                         if WANT_TA and USE_TB:
-                            b_tda = warpgroup_mma(ds, tb, b_tda, is_async=True)
+                            b_tda = accumulated(ds, tb, b_tda, C)
                         if WANT_A:
-                            b_da = warpgroup_mma(ds, b, b_da, is_async=True)
+                            b_da = accumulated(ds, b, b_da, C)
                     if USE_TA:
                         b_ts = warpgroup_mma_wait(N_P + N_DS, deps=[b_ts])
                     if USE_W:
@@ -268,31 +260,28 @@ def consume(
                         if USE_W:
                             b_tdp += b_dp * b_w
                         if USE_TC:
-                            b_tdp = score_product(matrix(tc_s, z, GROUP_ROWS, D), e, b_tdp, True, C, D)
+                            b_tdp = score_product(matrix(tc_s, z, GROUP_ROWS, D), e, b_tdp, True, C)
                     if N_PW > 0:
                         pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
-                        b_tdc = warpgroup_mma(pw, e, b_tdc, is_async=True)
+                        b_tdc = accumulated(pw, e, b_tdc, C)
                     if WANT_TA:
                         if USE_TC:
                             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
                         tds = gl.convert_layout((b_p * b_tdp).to(dtype), p_l)
-                        b_tda = warpgroup_mma(tds, b, b_tda, is_async=True)
+                        b_tda = accumulated(tds, b, b_tda, C)
 
-                    # registers of an operand must outlive its product
                     if WANT_TA:
-                        b_tda, tds = warpgroup_mma_wait(0, deps=[b_tda, tds])
+                        b_tda, tds = settled(b_tda, tds)
                     if WANT_A:
-                        b_da, ds = warpgroup_mma_wait(0, deps=[b_da, ds])
+                        b_da, ds = settled(b_da, ds)
                     elif N_DS > 0:
-                        b_tda, ds = warpgroup_mma_wait(0, deps=[b_tda, ds])
+                        b_tda, ds = settled(b_tda, ds)
                     if WANT_C:
-                        b_dc, p = warpgroup_mma_wait(0, deps=[b_dc, p])
-                    elif N_P > 0:
-                        b_tdc, p = warpgroup_mma_wait(0, deps=[b_tdc, p])
+                        b_dc, p = settled(b_dc, p)
+                    if WANT_TC and USE_TE:
+                        b_tdc, p = settled(b_tdc, p)
                     if N_PW > 0:
-                        b_tdc, pw = warpgroup_mma_wait(0, deps=[b_tdc, pw])
-                    elif WANT_TC:
-                        b_tdc = warpgroup_mma_wait(0, deps=[b_tdc])
+                        b_tdc, pw = settled(b_tdc, pw)
                     if THROUGH_SHARED:
                         mbarrier.arrive(s_empty.index(stage), count=1)
                         stage, s_phase = advance(stage, s_phase, 2)
@@ -301,14 +290,21 @@ def consume(
                     b_slot, b_phase = advance(e_slot, e_phase, SLOTS)
                     tick += 1
 
+    o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
+    factor = gl.full([GROUP_ROWS], scale, gl.float32, gl.SliceLayout(1, s_l))
+    if PADDED_A:
+        b_da = zeroed(b_da, o_a >= end_a)
+        b_dc = zeroed(b_dc, o_a >= end_a)
+        b_tda = zeroed(b_tda, o_a >= end_a)
+        b_tdc = zeroed(b_tdc, o_a >= end_a)
     if WANT_A:
-        store_gradient(DA, i_b, i_a, HA, a_start, LA, b_da * scale, end_a, D, C, PADDED_A, o_l)
+        store_rows(DA, i_b, i_a, HA, a_start, LA, scaled(b_da, factor), C)
     if WANT_C:
-        store_gradient(DC, i_b, i_a, HA, a_start, LA, b_dc, end_a, D, C, PADDED_A, o_l)
+        store_rows(DC, i_b, i_a, HA, a_start, LA, b_dc, C)
     if WANT_TA:
-        store_gradient(TDA, i_b, i_a, HA, a_start, LA, b_tda * scale, end_a, D, C, PADDED_A, o_l)
+        store_rows(TDA, i_b, i_a, HA, a_start, LA, scaled(b_tda, factor), C)
     if WANT_TC:
-        store_gradient(TDC, i_b, i_a, HA, a_start, LA, b_tdc, end_a, D, C, PADDED_A, o_l)
+        store_rows(TDC, i_b, i_a, HA, a_start, LA, b_tdc, C)
 
 
 @gluon.jit

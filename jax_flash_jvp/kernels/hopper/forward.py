@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -19,6 +18,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     GROUP_ROWS,
     LN2,
     LOG2E,
+    accumulated,
     advance,
     barriers,
     clean,
@@ -28,15 +28,21 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_tile,
     masked_tile,
     matrix,
-    parts,
+    product_layout,
     reach,
+    scaled,
     score_product,
+    settled,
     span,
     store_rows,
+    sums,
     tiles,
     visible,
     visited_tile,
+    without,
+    zeroed,
 )
+from jax_flash_jvp.kernels.portable.scores import parts
 
 LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothing has been seen yet
 
@@ -94,20 +100,18 @@ def consume_dual(
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
-    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    s_l: gl.constexpr = product_layout(BN)
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
-    N_TS: gl.constexpr = parts(C, D) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
+    N_TS: gl.constexpr = parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
     row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_o = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
-    b_to = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
+    b_o = sums(C)
+    b_to = sums(C)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     mbarrier.wait(q_bar, 0)
     c_s = center.index(w)  # in registers it would crowd others out
@@ -133,25 +137,24 @@ def consume_dual(
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
-                b_s = score_product(q, k, zero, False, C, D)  # [64, BN]
+                b_s = score_product(q, k, zero, False, C)  # [64, BN]
                 if HAS_TQ:
                     tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
-                    b_ts = score_product(tq, k, zero, False, C, D)
+                    b_ts = score_product(tq, k, zero, False, C)
                 if HAS_TK:
                     mbarrier.wait(full.index(tk_slot), tk_phase)
                     tk = matrix(ring, tk_slot, BN, D)
                     if HAS_TQ:
-                        b_ts = score_product(q, tk, b_ts, True, C, D)
+                        b_ts = score_product(q, tk, b_ts, True, C)
                     else:
-                        b_ts = score_product(q, tk, zero, False, C, D)
+                        b_ts = score_product(q, tk, zero, False, C)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
                 b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
-                alpha_o = gl.expand_dims(gl.convert_layout(alpha, ro_l), 1)
-                b_o = b_o * alpha_o
-                b_to = b_to * alpha_o
+                b_o = scaled(b_o, alpha)
+                b_to = scaled(b_to, alpha)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and PADDED:
@@ -163,23 +166,25 @@ def consume_dual(
                 mbarrier.wait(full.index(v_slot), v_phase)
                 if MASKED and PADDED:
                     clean(v, j * BN, sight[1], BN, D)
-                b_o = warpgroup_mma(p, v, b_o, is_async=True)
+                b_o = accumulated(p, v, b_o, C)
                 if HAS_TV:
                     mbarrier.wait(full.index(tv_slot), tv_phase)
                     tv = matrix(ring, tv_slot, BN, D)
                     if MASKED and PADDED:
                         clean(tv, j * BN, sight[1], BN, D)
-                    b_to = warpgroup_mma(p, tv, b_to, is_async=True)
+                    b_to = accumulated(p, tv, b_to, C)
                 if HAS_TS:  # behind the products just issued
                     if tick == 0:
                         c_s.store(tangent_center(b_ts, gl.minimum(sight[1] - j * BN, BN), scale))
                     b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
                     b_mu = b_mu * alpha + gl.sum(b_pt, 1)
                     pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
-                    b_to = warpgroup_mma(pt, v, b_to, is_async=True)
-                    b_o, b_to, p, pt = warpgroup_mma_wait(0, deps=[b_o, b_to, p, pt])
+                    b_to = accumulated(pt, v, b_to, C)
+                    b_o, p = settled(b_o, p)
+                    b_to, pt = settled(b_to, pt)
                 else:
-                    b_o, b_to, p = warpgroup_mma_wait(0, deps=[b_o, b_to, p])
+                    b_o, p = settled(b_o, p)
+                    b_to, p = settled(b_to, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 if HAS_TV:
                     mbarrier.arrive(empty.index(tv_slot), count=1)
@@ -190,15 +195,13 @@ def consume_dual(
         nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
         b_l = gl.where(nothing, 1.0, b_l)
     b_mu = b_mu / b_l
-    scaling = gl.expand_dims(gl.convert_layout(1.0 / b_l, ro_l), 1)
-    b_o = b_o * scaling
-    b_to = b_to * scaling - gl.expand_dims(gl.convert_layout(b_mu, ro_l), 1) * b_o
+    b_o = scaled(b_o, 1.0 / b_l)
+    b_to = without(scaled(b_to, 1.0 / b_l), b_mu, b_o)
     if EMPTY:
-        nothing_o = gl.expand_dims(gl.convert_layout(nothing, ro_l), 1)
-        b_o = gl.where(nothing_o, 0.0, b_o)
-        b_to = gl.where(nothing_o, 0.0, b_to)
-    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, C, o_l)
-    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, C, o_l)
+        b_o = zeroed(b_o, nothing)
+        b_to = zeroed(b_to, nothing)
+    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
+    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
     b_lse = (b_m + gl.log2(b_l)) * LN2
     if EMPTY:
         b_lse = gl.where(nothing, -float("inf"), b_lse)
@@ -220,20 +223,18 @@ def consume_tangent(
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     """Linear in the tangents: P comes from the saved ℓ, so nothing is rescaled, and o is the saved one."""
-    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    s_l: gl.constexpr = product_layout(BN)
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
-    N_TS: gl.constexpr = parts(C, D) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
+    N_TS: gl.constexpr = parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
     row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
     o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
     b_lse = gl.load(LSE + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
     lse2 = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_to = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
+    b_to = sums(C)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     mbarrier.wait(q_bar, 0)
     c_s = center.index(w)
@@ -257,17 +258,17 @@ def consume_tangent(
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
-                b_s = score_product(q, k, zero, False, C, D)  # [64, BN]
+                b_s = score_product(q, k, zero, False, C)  # [64, BN]
                 if HAS_TQ:
                     tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
-                    b_ts = score_product(tq, k, zero, False, C, D)
+                    b_ts = score_product(tq, k, zero, False, C)
                 if HAS_TK:
                     mbarrier.wait(full.index(tk_slot), tk_phase)
                     tk = matrix(ring, tk_slot, BN, D)
                     if HAS_TQ:
-                        b_ts = score_product(q, tk, b_ts, True, C, D)
+                        b_ts = score_product(q, tk, b_ts, True, C)
                     else:
-                        b_ts = score_product(q, tk, zero, False, C, D)
+                        b_ts = score_product(q, tk, zero, False, C)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
@@ -294,17 +295,17 @@ def consume_tangent(
                     tv = matrix(ring, tv_slot, BN, D)
                     if MASKED and PADDED:
                         clean(tv, j * BN, sight[1], BN, D)
-                    b_to = warpgroup_mma(p, tv, b_to, is_async=True)
+                    b_to = accumulated(p, tv, b_to, C)
                 if HAS_TS:  # behind the product just issued
                     if tick == 0:
                         c_s.store(tangent_center(b_ts, gl.minimum(sight[1] - j * BN, BN), scale))
                     b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
                     b_mu += gl.sum(b_pt, 1)
                     pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
-                    b_to = warpgroup_mma(pt, v, b_to, is_async=True)
-                    b_to, pt = warpgroup_mma_wait(0, deps=[b_to, pt])
+                    b_to = accumulated(pt, v, b_to, C)
+                    b_to, pt = settled(b_to, pt)
                 if HAS_TV:
-                    b_to, p = warpgroup_mma_wait(0, deps=[b_to, p])
+                    b_to, p = settled(b_to, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 if HAS_TV:
                     mbarrier.arrive(empty.index(tv_slot), count=1)
@@ -312,14 +313,13 @@ def consume_tangent(
                 tick += 1
 
     if HAS_TS:
-        b_o = load_rows(O, i_b, i_h, HQ, row, LQ, D, C, o_l)
-        b_to -= gl.expand_dims(gl.convert_layout(b_mu, ro_l), 1) * b_o
+        b_to = without(b_to, b_mu, load_rows(O, i_b, i_h, HQ, row, LQ, C))
         b_mu += c_s.load(r_l)
     if EMPTY:
         nothing = b_lse == -float("inf")
         b_mu = gl.where(nothing, 0.0, b_mu)
-        b_to = gl.where(gl.expand_dims(gl.convert_layout(nothing, ro_l), 1), 0.0, b_to)
-    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, D, C, o_l)
+        b_to = zeroed(b_to, nothing)
+    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
 
 
@@ -336,17 +336,15 @@ def consume_plain(
     MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
-    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    s_l: gl.constexpr = product_layout(BN)
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
     row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
     q = matrix(q_s, w, GROUP_ROWS, D)
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_o = gl.zeros([GROUP_ROWS, D], gl.float32, o_l)
+    b_o = sums(C)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     mbarrier.wait(q_bar, 0)
     k_slot = 0
@@ -358,12 +356,12 @@ def consume_plain(
         if (not MASKED or MASKS) and n > 0:
             mbarrier.wait(full.index(k_slot), k_phase)
             k = matrix(ring, k_slot, BN, D)
-            b_s = score_product(q, k, zero, False, C, D)
+            b_s = score_product(q, k, zero, False, C)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             mbarrier.arrive(empty.index(k_slot), count=1)
             j = masked_tile(0, start, first, end) if MASKED else first
             b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
-            b_o = b_o * gl.expand_dims(gl.convert_layout(alpha, ro_l), 1)
+            b_o = scaled(b_o, alpha)
             p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
             v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
             for t in range(1, n):
@@ -374,40 +372,40 @@ def consume_plain(
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
                 k = matrix(ring, k_slot, BN, D)
-                b_s = score_product(q, k, zero, False, C, D)
+                b_s = score_product(q, k, zero, False, C)
                 mbarrier.wait(full.index(v_slot), v_phase)
                 v = matrix(ring, v_slot, BN, D)
                 if MASKED and PADDED:
                     clean(v, v_row, sight[1], BN, D)
-                b_o = warpgroup_mma(p, v, b_o, is_async=True)
+                b_o = accumulated(p, v, b_o, C)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(1, deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
-                b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
+                b_o, p = settled(b_o, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
-                b_o = b_o * gl.expand_dims(gl.convert_layout(alpha, ro_l), 1)
+                b_o = scaled(b_o, alpha)
                 v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
                 tick += 1
             mbarrier.wait(full.index(v_slot), v_phase)
             v = matrix(ring, v_slot, BN, D)
             if MASKED and PADDED:
                 clean(v, j * BN, sight[1], BN, D)
-            b_o = warpgroup_mma(p, v, b_o, is_async=True)
-            b_o, p = warpgroup_mma_wait(0, deps=[b_o, p])
+            b_o = accumulated(p, v, b_o, C)
+            b_o, p = settled(b_o, p)
             mbarrier.arrive(empty.index(v_slot), count=1)
             k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
     b_lse = (b_m + gl.log2(b_l)) * LN2
     if EMPTY:
         b_l = gl.where(b_l == 0.0, 1.0, b_l)
-    b_o = b_o * gl.expand_dims(gl.convert_layout(1.0 / b_l, ro_l), 1)
+    b_o = scaled(b_o, 1.0 / b_l)
     if EMPTY:
         nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
         b_lse = gl.where(nothing, -float("inf"), b_lse)
-        b_o = gl.where(gl.expand_dims(gl.convert_layout(nothing, ro_l), 1), 0.0, b_o)
-    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, D, C, o_l)
+        b_o = zeroed(b_o, nothing)
+    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
     store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
 
 

@@ -12,7 +12,7 @@ from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 GROUP = 64  # resident rows of a consumer warpgroup
-WIDTHS = (64, 128)  # channels of a tile
+WIDTHS = (64, 96, 128)  # up to so many channels; tiles have 64 or 128
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
 
@@ -26,28 +26,29 @@ class Ring(NamedTuple):
     groups: int = 2  # consumer warpgroups
 
 
-# measured on an H200 at L = 8192; keys are the width of tiles and, for the backward, whether tangents of gradients are wanted
-FORWARD = {64: Ring(128, 6, True, 3), 128: Ring(128, 4, True)}
-FORWARD_DUAL = {64: Ring(128, 8, False), 128: Ring(64, 8, True)}
-TANGENT = {64: Ring(64, 12, True, 3), 128: Ring(64, 8, True)}
+# measured on an H200 at L = 8192, 96 at 72; keys are the width and, for the backward, whether tangents of gradients are wanted
+FORWARD = {64: Ring(128, 6, True, 3), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
+FORWARD_DUAL = {64: Ring(128, 8, False), 96: Ring(64, 8, True), 128: Ring(64, 8, True)}
+TANGENT = {64: Ring(64, 12, True, 3), 96: Ring(64, 8, True, 3), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
-# key side together do not fit the registers at 128: then a launch for those of the values, another for those of the keys.
+# key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
-    (64, "plain"): Ring(64, 8, True, 3), (128, "plain"): Ring(64, 6, True),
+    (64, "plain"): Ring(64, 8, True, 3), (96, "plain"): Ring(64, 6, True), (128, "plain"): Ring(64, 6, True),
     (64, "dual"): Ring(32, 16, False),
-    (64, "tangent"): Ring(64, 8, False), (128, "tangent"): Ring(32, 12, False),
+    (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
-VALUES_DUAL = {128: Ring(64, 8, True)}
-KEYS_DUAL = {128: Ring(32, 12, False)}
+VALUES_DUAL = {96: Ring(64, 8, True), 128: Ring(64, 8, True)}
+KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, False)}
 QUERY_SIDE = {
-    (64, "plain"): Ring(64, 12, True, 3), (128, "plain"): Ring(128, 4, True),
-    (64, "dual"): Ring(64, 12, False), (128, "dual"): Ring(32, 8, True),
-    (64, "tangent"): Ring(64, 10, False), (128, "tangent"): Ring(64, 6, False),
+    (64, "plain"): Ring(64, 12, True, 3), (96, "plain"): Ring(64, 8, True, 3), (128, "plain"): Ring(128, 4, True),
+    (64, "dual"): Ring(64, 12, False), (96, "dual"): Ring(32, 12, False), (128, "dual"): Ring(32, 8, True),
+    (64, "tangent"): Ring(64, 10, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(64, 6, False),
 }  # fmt: skip
 
 # the shortest loops over a sequence or a window, by width and job, for which these kernels are faster
 FROM = {
     64: dict(forward=2048, forward_dual=128, tangent=128, backward=8192, backward_dual=512),
+    96: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
     128: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
 }
 
@@ -79,7 +80,7 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
 def faster(job: str, problem: Problem, x: Operands) -> bool:
     """Than the portable kernels, which do not pad what is narrower than a tile?  As measured on an H200."""
     (queries, _, head_dim), keys = x.query.shape[1:], x.key.shape[1]
-    if head_dim <= WIDTHS[0] // 2 or (job == "backward" and head_dim not in WIDTHS):
+    if head_dim <= WIDTHS[0] // 2:
         return False
     left, right = problem.reach(queries, keys)
     window = keys if left is None or right is None else left + right + 1
@@ -90,6 +91,10 @@ def _width(head_dim: int) -> int:
     return next(width for width in WIDTHS if width >= head_dim)
 
 
+def _columns(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128
+
+
 class _Call:
     """What the launches of one call share."""
 
@@ -97,7 +102,7 @@ class _Call:
         self.launcher, self.problem, self.x = launcher, problem, x
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
-        self.width = _width(self.head_dim)
+        self.width, self.columns = _width(self.head_dim), _columns(self.head_dim)
         self.dtype = dtype_of(x.query)
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
@@ -106,7 +111,7 @@ class _Call:
             float(problem.scale), self.query_heads, group, self.query_length, self.key_length, left or 0, right or 0
         )  # fmt: skip
         self.constants = dict(
-            D=self.width, C=self.head_dim, LEFT=left is not None, RIGHT=right is not None,
+            D=self.columns, C=self.head_dim, LEFT=left is not None, RIGHT=right is not None,
             QUERY_LENGTHS=x.query_lengths is not None, KEY_LENGTHS=x.key_lengths is not None,
         )  # fmt: skip
         self.empty = left is not None or padded or (right or 0) < 0  # are there rows that see nothing?
@@ -144,7 +149,7 @@ def tangent(launcher: Launcher, problem: Problem, x: Operands, o, log_sum_exp, t
 def _along_keys(call: _Call, kernel, ring: Ring, tx: Operands, saved, outputs):
     x = call.x
     rows = [
-        Rows(a if t is None else t, n, call.width)
+        Rows(a if t is None else t, n, call.columns)
         for a, t, n in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
     ]
     return call.run(
@@ -173,7 +178,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     def side(ring: Ring, row: bool, wants) -> tuple:
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
-        place = lambda array, n, stand_in=None: Rows(stand_in if array is None else array, n, call.width)
+        place = lambda array, n, stand_in=None: Rows(stand_in if array is None else array, n, call.columns)
         inputs = (
             place(a, GROUP), place(c, GROUP), place(b, ring.tile), place(e, ring.tile),
             place(ta, GROUP, a), place(tc, GROUP, c), place(tb, ring.tile, b), place(te, ring.tile, e), *rows,

@@ -8,7 +8,15 @@ inputs need no copy; rows past L, and channels that an array has fewer of than i
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jax_flash_jvp.kernels.portable.scores import before, parts, width
 
 # renamed between Triton 3.6 and 3.9
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -55,28 +63,89 @@ def matrix(buffer, i, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @triton.constexpr_function
-def second_half(C, D):
-    """Of tiles D wide whose rows have C channels: how many columns past the first half take part in products, 0 for all."""
-    rest = max(16, 1 << (C - D // 2 - 1).bit_length()) if C > D // 2 else D // 2
-    return rest if rest < D // 2 else 0
-
-
-@triton.constexpr_function
-def parts(C, D):
-    """Products to a `score_product`."""
-    return 2 if second_half(C, D) else 1
+def product_layout(columns):
+    """The layout in registers of what a warpgroup multiplies."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
-def score_product(a, b, acc, ADD: gl.constexpr, C: gl.constexpr, D: gl.constexpr):
-    """a bᵀ, added to acc if ADD, of rows in shared memory; asynchronous.  Zeros that fill up narrow rows are left out."""
-    HALF: gl.constexpr = D // 2
-    REST: gl.constexpr = second_half(C, D)
-    if REST == 0:
-        return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=ADD, is_async=True)
+def score_product(a, b, acc, ADD: gl.constexpr, C: gl.constexpr):
+    """a bᵀ, added to acc if ADD, of rows in shared memory; asynchronous.  In parts, so that of the zeros that fill up narrow
+    rows most are left out."""
+    for PART in gl.static_range(parts(C)):
+        a_part = a.slice(before(C, PART), width(C, PART), 1)
+        b_part = b.slice(before(C, PART), width(C, PART), 1)
+        acc = warpgroup_mma(a_part, b_part.permute((1, 0)), acc, use_acc=ADD or PART > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def sums(C: gl.constexpr):
+    """Zeros [GROUP_ROWS, C], in parts."""
+    b_x = (gl.zeros([GROUP_ROWS, width(C, 0)], gl.float32, product_layout(width(C, 0))),)
+    for PART in gl.static_range(1, parts(C)):
+        b_x = b_x + (gl.zeros([GROUP_ROWS, width(C, PART)], gl.float32, product_layout(width(C, PART))),)
+    return b_x
+
+
+@gluon.jit
+def sum_product(p, rows, b_x, C: gl.constexpr, PART: gl.constexpr):
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(width(C, PART)), k_width=2)
+    part = rows.slice(before(C, PART), width(C, PART), 1)
+    return warpgroup_mma(gl.convert_layout(p, p_l), part, b_x[PART], is_async=True)
+
+
+@gluon.jit
+def accumulated(p, rows, b_x, C: gl.constexpr):
+    """The sums + p rows, of an operand p and rows in shared memory; asynchronous, see `settled`."""
+    b_y = (sum_product(p, rows, b_x, C, 0),)
+    for PART in gl.static_range(1, parts(C)):
+        b_y = b_y + (sum_product(p, rows, b_x, C, PART),)
+    return b_y
+
+
+@gluon.jit
+def settled(b_x, p):
+    """The sums, and the operand of their last product, whose registers must last so long, when no product is in flight."""
+    if len(b_x) == 1:
+        b_0, p = warpgroup_mma_wait(0, deps=[b_x[0], p])
+        return (b_0,), p
     else:
-        acc = warpgroup_mma(a.slice(0, HALF, 1), b.slice(0, HALF, 1).permute((1, 0)), acc, use_acc=ADD, is_async=True)
-        return warpgroup_mma(a.slice(HALF, REST, 1), b.slice(HALF, REST, 1).permute((1, 0)), acc, is_async=True)
+        b_0, b_1, p = warpgroup_mma_wait(0, deps=[b_x[0], b_x[1], p])
+        return (b_0, b_1), p
+
+
+@gluon.jit
+def by_row(b_r, b_x):
+    """[GROUP_ROWS, 1], of a number for each row, to go with x."""
+    return gl.expand_dims(gl.convert_layout(b_r, gl.SliceLayout(1, b_x.type.layout)), 1)
+
+
+@gluon.jit
+def scaled(b_x, b_r):
+    """The sums, each row times its number."""
+    b_y = (b_x[0] * by_row(b_r, b_x[0]),)
+    for PART in gl.static_range(1, len(b_x)):
+        b_y = b_y + (b_x[PART] * by_row(b_r, b_x[PART]),)
+    return b_y
+
+
+@gluon.jit
+def without(b_x, b_r, b_y):
+    """x − r y, with a number r for each row."""
+    b_z = (b_x[0] - by_row(b_r, b_x[0]) * b_y[0],)
+    for PART in gl.static_range(1, len(b_x)):
+        b_z = b_z + (b_x[PART] - by_row(b_r, b_x[PART]) * b_y[PART],)
+    return b_z
+
+
+@gluon.jit
+def zeroed(b_x, b_r):
+    """The sums, zeros in the rows that r marks."""
+    b_y = (gl.where(by_row(b_r, b_x[0]), 0.0, b_x[0]),)
+    for PART in gl.static_range(1, len(b_x)):
+        b_y = b_y + (gl.where(by_row(b_r, b_x[PART]), 0.0, b_x[PART]),)
+    return b_y
 
 
 @gluon.jit
@@ -202,27 +271,36 @@ def load_resident(desc, i_b, i_h, row, bar, buffer, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def row_pointers(X, i_b, i_h, H, row, L, D: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pointers to the rows of a warpgroup in a contiguous [B, L, H, C] array, of whose channels there may be fewer than D, and
-    which elements exist."""
-    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    o_c = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+def row_pointers(X, i_b, i_h, H, row, L, C: gl.constexpr, PART: gl.constexpr):
+    """Pointers to part of the rows of a warpgroup in a contiguous [B, L, H, C] array, and which elements exist."""
+    layout: gl.constexpr = product_layout(width(C, PART))
+    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout))
+    o_c = before(C, PART) + gl.arange(0, width(C, PART), layout=gl.SliceLayout(0, layout))
     offset = ((i_b.to(gl.int64) * L + row) * H + i_h) * C
     p_x = X + offset + gl.expand_dims((o_r - row) * (H * C), 1) + gl.expand_dims(o_c, 0)
     m_x = gl.expand_dims(o_r < L, 1)
-    if C < D:
+    if before(C, PART) + width(C, PART) > C:
         m_x = m_x & gl.expand_dims(o_c < C, 0)
     return p_x, m_x
 
 
 @gluon.jit
-def load_rows(X, i_b, i_h, H, row, L, D: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
-    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, D, C, LAYOUT)
+def load_part(X, i_b, i_h, H, row, L, C: gl.constexpr, PART: gl.constexpr):
+    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, C, PART)
     return gl.load(p_x, mask=m_x, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def store_rows(X, i_b, i_h, H, row, L, b_x, D: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
+def load_rows(X, i_b, i_h, H, row, L, C: gl.constexpr):
+    b_x = (load_part(X, i_b, i_h, H, row, L, C, 0),)
+    for PART in gl.static_range(1, parts(C)):
+        b_x = b_x + (load_part(X, i_b, i_h, H, row, L, C, PART),)
+    return b_x
+
+
+@gluon.jit
+def store_rows(X, i_b, i_h, H, row, L, b_x, C: gl.constexpr):
     """From registers."""
-    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, D, C, LAYOUT)
-    gl.store(p_x, b_x.to(X.dtype.element_ty), mask=m_x)
+    for PART in gl.static_range(parts(C)):
+        p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, C, PART)
+        gl.store(p_x, b_x[PART].to(X.dtype.element_ty), mask=m_x)
