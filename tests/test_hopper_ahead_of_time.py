@@ -15,9 +15,12 @@ from jax_flash_jvp.problem import Operands, Problem
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
-# bytes that a thread stores, admitted with Triton 3.9; with 3.6 the kernels hardly spill
-SPILL = {("forward_dual", 64): 2200, ("key_side", 64): 800}
-SPILL_OTHERS = 640
+# bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 it is a third
+SPILL = {"whole": 500, "causal-ragged": 420, "window-lengths": 640}
+SPILL_MORE = {
+    ("forward_dual", 64, "causal-ragged"): 1000, ("forward_dual", 64, "window-lengths"): 1600,
+    ("forward", 64, "window-lengths"): 1400,
+}  # fmt: skip
 
 
 class Recorder:
@@ -72,7 +75,7 @@ def last_launch(job, head_dim, kind):
         "tangent": lambda: jobs.tangent(recorder, problem, x, o, statistic, x),
         "key_side": lambda: backward(both),
         "query_side": lambda: backward(QUERY),
-        "key_side_dual": lambda: dual(KEYS if head_dim == 128 else both, KEYS if head_dim == 128 else both),
+        "key_side_dual": lambda: dual(both if head_dim == 64 else KEYS, both if head_dim == 64 else KEYS),
         "value_side_dual": lambda: dual(VALUES, VALUES),
         "query_side_dual": lambda: dual(QUERY, QUERY),
         "key_side_tangent": lambda: dual(NOTHING, both),
@@ -98,7 +101,7 @@ JOBS = (
 @pytest.mark.parametrize(
     "kind", ["causal-ragged", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("whole", "window-lengths"))]
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("job", JOBS)
 def test_compiles_without_serialised_products(job, head_dim, kind):
     if (job, head_dim) == ("value_side_dual", 64):
@@ -108,7 +111,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     assert resources.warnings == ()
     assert resources.fits(90)
     assert resources.mma.get("wgmma", 0) > 0
-    assert resources.spill_stores <= SPILL.get((job, head_dim), SPILL_OTHERS)
+    assert resources.spill_stores <= SPILL_MORE.get((job, head_dim, kind), SPILL[kind])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,8 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
         (8192, 64, None, ["hopper"] * 3),
         (256, 64, None, ["portable", "hopper", "portable"]),
         (8192, 64, (300, 300), ["portable", "hopper", "portable"]),
-        (8192, 72, None, ["hopper", "hopper", "portable"]),
+        (8192, 72, None, ["hopper"] * 3),
+        (256, 72, None, ["portable", "hopper", "portable"]),
         (1024, 128, (None, 0), ["hopper"] * 3),
         (8192, 32, None, ["portable"] * 3),
         (8192, 192, None, ["portable"] * 3),

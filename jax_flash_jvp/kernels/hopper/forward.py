@@ -22,6 +22,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     advance,
     barriers,
     clean,
+    halves,
     key_bounds,
     load_resident,
     load_rows,
@@ -62,12 +63,8 @@ def produce(
     plain, masked, start, first, end = tiles_of
     for t in range(plain + masked):
         j = visited_tile(t, plain, start, first, end)
-        slot, phase = load_tile(k_d, k_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, False)
-        if HAS_TK:
-            slot, phase = load_tile(tk_d, tk_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, False)
-        slot, phase = load_tile(v_d, v_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, False)
-        if HAS_TV:
-            slot, phase = load_tile(tv_d, tv_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, False)
+        slot, phase = load_tile(k_d, tk_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, HAS_TK)
+        slot, phase = load_tile(v_d, tv_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, HAS_TV)
 
 
 @gluon.jit
@@ -75,6 +72,39 @@ def tangent_center(b_ts, count, scale):
     """As in `portable/scores.py`."""
     b_c = gl.sum(b_ts, 1) * (scale / gl.maximum(count, 1))
     return gl.where(gl.abs(b_c) < float("inf"), b_c, 0.0)
+
+
+@gluon.jit
+def scores(
+    w: gl.constexpr, q, tq, kk, turn, tick, scale, C: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
+    TURNS: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr,
+):  # fmt: skip
+    """q kᵀ [64, BN], and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk."""
+    zero = gl.zeros([GROUP_ROWS, BN], gl.float32, product_layout(BN))
+    PAIRED: gl.constexpr = HAS_TK and D > 64  # both products of q in one; at 64 that is slower
+    N_TS: gl.constexpr = 0 if PAIRED else parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
+    k = kk.slice(0, BN, 0)
+    b_ts = zero
+    if TURNS:
+        mbarrier.wait(turn.index(w), tick & 1)
+    if PAIRED:
+        zeros = gl.zeros([GROUP_ROWS, 2 * BN], gl.float32, product_layout(2 * BN))
+        b_s = score_product(q, kk, zeros, False, C)
+    else:
+        b_s = score_product(q, k, zero, False, C)
+        if HAS_TQ:
+            b_ts = score_product(tq, k, zero, False, C)
+        if HAS_TK:
+            b_ts = score_product(q, kk.slice(BN, BN, 0), b_ts, HAS_TQ, C)
+    if TURNS:
+        mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
+    b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
+    if PAIRED:
+        b_s, b_ts = halves(b_s, BN, product_layout(BN))
+        b_ts *= scale * 0 + 1  # by one: sums that no instruction begins are serialised by the assembler
+        if HAS_TQ:
+            b_ts = score_product(tq, k, b_ts, True, C)
+    return b_s, b_ts
 
 
 @gluon.jit
@@ -104,7 +134,7 @@ def consume_dual(
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
-    N_TS: gl.constexpr = parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
+    BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
     row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
@@ -112,7 +142,6 @@ def consume_dual(
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     b_to = sums(C)
-    zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     mbarrier.wait(q_bar, 0)
     c_s = center.index(w)  # in registers it would crowd others out
     k_slot = 0
@@ -124,33 +153,16 @@ def consume_dual(
                 j = masked_tile(t, start, first, end) if MASKED else first + t
                 # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
                 q = matrix(q_s, w + (tick >> 20), GROUP_ROWS, D)
-                tk_slot, tk_phase = k_slot, k_phase
-                if HAS_TK:
-                    tk_slot, tk_phase = advance(k_slot, k_phase, SLOTS)
-                v_slot, v_phase = advance(tk_slot, tk_phase, SLOTS)
-                tv_slot, tv_phase = v_slot, v_phase
-                if HAS_TV:
-                    tv_slot, tv_phase = advance(v_slot, v_phase, SLOTS)
-                k = matrix(ring, k_slot, BN, D)
-                v = matrix(ring, v_slot, BN, D)
+                v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
+                kk = matrix(ring, k_slot, BLOCKS * BN, D)
+                vv = matrix(ring, v_slot, BLOCKS * BN, D)
+                v, tv = vv.slice(0, BN, 0), vv.slice(BN, BN, 0) if HAS_TV else vv
 
                 mbarrier.wait(full.index(k_slot), k_phase)
-                if TURNS:
-                    mbarrier.wait(turn.index(w), tick & 1)
-                b_s = score_product(q, k, zero, False, C)  # [64, BN]
-                if HAS_TQ:
-                    tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
-                    b_ts = score_product(tq, k, zero, False, C)
-                if HAS_TK:
-                    mbarrier.wait(full.index(tk_slot), tk_phase)
-                    tk = matrix(ring, tk_slot, BN, D)
-                    if HAS_TQ:
-                        b_ts = score_product(q, tk, b_ts, True, C)
-                    else:
-                        b_ts = score_product(q, tk, zero, False, C)
-                if TURNS:
-                    mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
-                b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
+                tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
+                b_s, b_ts = scores(
+                    w, q, tq, kk, turn, tick, scale, C, D, BN, GROUPS, TURNS, HAS_TQ, HAS_TK
+                )  # fmt: skip
                 b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 b_o = scaled(b_o, alpha)
@@ -160,16 +172,12 @@ def consume_dual(
                     if MASKED and PADDED:
                         b_ts = gl.where(visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l), b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
-                if HAS_TK:
-                    mbarrier.arrive(empty.index(tk_slot), count=1)
 
                 mbarrier.wait(full.index(v_slot), v_phase)
                 if MASKED and PADDED:
                     clean(v, j * BN, sight[1], BN, D)
                 b_o = accumulated(p, v, b_o, C)
                 if HAS_TV:
-                    mbarrier.wait(full.index(tv_slot), tv_phase)
-                    tv = matrix(ring, tv_slot, BN, D)
                     if MASKED and PADDED:
                         clean(tv, j * BN, sight[1], BN, D)
                     b_to = accumulated(p, tv, b_to, C)
@@ -186,9 +194,7 @@ def consume_dual(
                     b_o, p = settled(b_o, p)
                     b_to, p = settled(b_to, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
-                if HAS_TV:
-                    mbarrier.arrive(empty.index(tv_slot), count=1)
-                k_slot, k_phase = advance(tv_slot, tv_phase, SLOTS)
+                k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 tick += 1
 
     if EMPTY:  # rows that see nothing, and padding
@@ -227,7 +233,7 @@ def consume_tangent(
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
-    N_TS: gl.constexpr = parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
+    BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
     row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
     o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
@@ -235,7 +241,6 @@ def consume_tangent(
     lse2 = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_to = sums(C)
-    zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     mbarrier.wait(q_bar, 0)
     c_s = center.index(w)
     k_slot = 0
@@ -246,32 +251,16 @@ def consume_tangent(
             for t in range(masked if MASKED else plain):
                 j = masked_tile(t, start, first, end) if MASKED else first + t
                 q = matrix(q_s, w + (tick >> 20), GROUP_ROWS, D)  # as in `consume_dual`
-                tk_slot, tk_phase = k_slot, k_phase
-                if HAS_TK:
-                    tk_slot, tk_phase = advance(k_slot, k_phase, SLOTS)
-                v_slot, v_phase = advance(tk_slot, tk_phase, SLOTS)
-                tv_slot, tv_phase = v_slot, v_phase
-                if HAS_TV:
-                    tv_slot, tv_phase = advance(v_slot, v_phase, SLOTS)
-                k = matrix(ring, k_slot, BN, D)
+                v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
+                kk = matrix(ring, k_slot, BLOCKS * BN, D)
+                vv = matrix(ring, v_slot, BLOCKS * BN, D)
+                v, tv = vv.slice(0, BN, 0), vv.slice(BN, BN, 0) if HAS_TV else vv
 
                 mbarrier.wait(full.index(k_slot), k_phase)
-                if TURNS:
-                    mbarrier.wait(turn.index(w), tick & 1)
-                b_s = score_product(q, k, zero, False, C)  # [64, BN]
-                if HAS_TQ:
-                    tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
-                    b_ts = score_product(tq, k, zero, False, C)
-                if HAS_TK:
-                    mbarrier.wait(full.index(tk_slot), tk_phase)
-                    tk = matrix(ring, tk_slot, BN, D)
-                    if HAS_TQ:
-                        b_ts = score_product(q, tk, b_ts, True, C)
-                    else:
-                        b_ts = score_product(q, tk, zero, False, C)
-                if TURNS:
-                    mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
-                b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
+                tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
+                b_s, b_ts = scores(
+                    w, q, tq, kk, turn, tick, scale, C, D, BN, GROUPS, TURNS, HAS_TQ, HAS_TK
+                )  # fmt: skip
                 if MASKED:
                     seen = visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l)
                     b_s = gl.where(seen, b_s, -float("inf"))
@@ -283,16 +272,11 @@ def consume_tangent(
                     if MASKED and PADDED:
                         b_ts = gl.where(seen, b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
-                if HAS_TK:
-                    mbarrier.arrive(empty.index(tk_slot), count=1)
 
                 mbarrier.wait(full.index(v_slot), v_phase)
-                v = matrix(ring, v_slot, BN, D)
                 if MASKED and PADDED and HAS_TS:
                     clean(v, j * BN, sight[1], BN, D)
                 if HAS_TV:
-                    mbarrier.wait(full.index(tv_slot), tv_phase)
-                    tv = matrix(ring, tv_slot, BN, D)
                     if MASKED and PADDED:
                         clean(tv, j * BN, sight[1], BN, D)
                     b_to = accumulated(p, tv, b_to, C)
@@ -307,9 +291,7 @@ def consume_tangent(
                 if HAS_TV:
                     b_to, p = settled(b_to, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
-                if HAS_TV:
-                    mbarrier.arrive(empty.index(tv_slot), count=1)
-                k_slot, k_phase = advance(tv_slot, tv_phase, SLOTS)
+                k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 tick += 1
 
     if HAS_TS:
@@ -466,10 +448,12 @@ def attend(
 
     q_s = tiles(q_d, GROUPS)
     tq_s = tiles(q_d, GROUPS) if HAS_TQ else q_s
-    ring = tiles(k_d, SLOTS)
+    BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
+    PAIRS: gl.constexpr = SLOTS // BLOCKS
+    ring = tiles(k_d, PAIRS, BLOCKS)
     q_bar = barriers(1, 1).index(0)
-    full = barriers(SLOTS, 1)
-    empty = barriers(SLOTS, GROUPS)
+    full = barriers(PAIRS, 1)
+    empty = barriers(PAIRS, GROUPS)
     turn = barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
     center = full
     if HAS_TQ or HAS_TK:
@@ -480,27 +464,27 @@ def attend(
     if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
             (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
-                       BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
+                       BN, PAIRS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (consume, (2, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
+                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
                        HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
-                       BN, SLOTS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
+                       BN, PAIRS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
