@@ -238,7 +238,7 @@ MUTANTS = {
 @pytest.mark.parametrize(("module", "old", "new", "case"), MUTANTS.values(), ids=MUTANTS)
 def test_broken_kernels_fail(module, old, new, case, broken_kernels):
     broken_kernels(module, old, new)
-    with pytest.raises(AssertionError, match="error"):
+    with pytest.raises(AssertionError, match="error|not equal"):
         check(CASES[case], "interpret", "float32")
 
 
@@ -284,7 +284,7 @@ def test_vmap(implementation):
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_vmap_does_not_copy_a_shared_bias(implementation):
-    n, B, N, T, S = 3, 2, 2, 5, 18
+    n, B, N, T, S = 2, 2, 2, 5, 18
     q, k, v = (jnp.asarray(oracle.normal(i, n, B, length, N, 4), jnp.float32) for i, length in enumerate((T, S, S)))
     bias, t_bias = (jnp.asarray(oracle.normal(8 + i, 1, N, T, S), jnp.float32) for i in range(2))
     mask = jnp.asarray(CASES["mask"]["mask"][:1, :, :T, :S] | (np.arange(S) == 0))

@@ -198,9 +198,9 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         )  # fmt: skip
 
     d = call.width
-    kind = "plain" if not dual else "dual" if any(want) else "tangent"
     dq = t_dq = dk = dv = t_dk = t_dv = None
     wants = (want[1], want[2], want_tangent[1], want_tangent[2])
+    kind = _kind(any(wants[:2]), any(wants[2:]))
     if any(wants) and (d, kind) in KEY_SIDE:
         dk, dv, t_dk, t_dv = side(KEY_SIDE[d, kind], False, wants)
     else:
@@ -209,5 +209,10 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         if wants[0] or wants[2]:
             dk, _, t_dk, _ = side(KEYS_DUAL[d], False, (wants[0], False, wants[2], False))
     if want[0] or want_tangent[0]:
+        kind = _kind(want[0], want_tangent[0])
         dq, _, t_dq, _ = side(QUERY_SIDE[d, kind], True, (want[0], False, want_tangent[0], False))
     return Operands(dq, dk, dv), Operands(t_dq, t_dk, t_dv)
+
+
+def _kind(gradients: bool, tangents: bool) -> str:
+    return "dual" if gradients and tangents else "tangent" if tangents else "plain"
