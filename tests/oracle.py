@@ -133,9 +133,10 @@ def assert_close(got: Any, exact: Any, naive: Any, largest_score: float = 0, pro
         epsilon = max(jnp.finfo(n.dtype).eps, product_epsilon)
         relative = float(epsilon + largest_score * jnp.finfo(jnp.promote_types(n.dtype, "float32")).eps)
         g, n, e = (np.asarray(a, np.float64) for a in (g, n, e))
-        np.testing.assert_array_equal(np.isneginf(g), np.isneginf(e))
+        result = f"result{jax.tree_util.keystr(path)}"
+        assert np.array_equal(np.isneginf(g), np.isneginf(e)), f"{result}: error, -inf in other places"
         error, allowed = _error(g, e), 2 * _error(n, e) + FLOOR * relative * largest[e.ndim]
-        assert error <= allowed, f"result{jax.tree_util.keystr(path)}: error {error:.2g}, allowed {allowed:.2g}"
+        assert error <= allowed, f"{result}: error {error:.2g}, allowed {allowed:.2g}"
 
 
 def assert_as_exact_as_naive(

@@ -238,7 +238,7 @@ MUTANTS = {
 @pytest.mark.parametrize(("module", "old", "new", "case"), MUTANTS.values(), ids=MUTANTS)
 def test_broken_kernels_fail(module, old, new, case, broken_kernels):
     broken_kernels(module, old, new)
-    with pytest.raises(AssertionError, match=r"error|not equal"):
+    with pytest.raises(AssertionError, match="error"):
         check(CASES[case], "interpret", "float32")
 
 

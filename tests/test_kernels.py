@@ -264,7 +264,7 @@ MUTANTS = {
 @pytest.mark.parametrize(("module", "old", "new", "shape"), MUTANTS.values(), ids=MUTANTS)
 def test_broken_kernels_fail(module, old, new, shape, broken_kernels):
     broken_kernels(module, old, new)
-    with pytest.raises(AssertionError, match=r"error|not equal"):
+    with pytest.raises(AssertionError, match="error"):
         check(shape, "float32", functools.partial(attention))  # another function, to be compiled anew
 
 
