@@ -15,7 +15,7 @@ from jax_flash_jvp.problem import Operands, Problem
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
-# bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 it is a third
+# bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 they are fewer
 SPILL = {"whole": 500, "causal-ragged": 420, "window-lengths": 640}
 SPILL_MORE = {
     ("forward_dual", 64, "causal-ragged"): 1000, ("forward_dual", 64, "window-lengths"): 1600,

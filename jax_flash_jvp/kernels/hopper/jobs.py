@@ -91,10 +91,6 @@ def _width(head_dim: int) -> int:
     return next(width for width in WIDTHS if width >= head_dim)
 
 
-def _columns(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
-
-
 class _Call:
     """What the launches of one call share."""
 
@@ -102,7 +98,8 @@ class _Call:
         self.launcher, self.problem, self.x = launcher, problem, x
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
-        self.width, self.columns = _width(self.head_dim), _columns(self.head_dim)
+        self.width = _width(self.head_dim)
+        self.columns = 64 if self.width == 64 else 128  # of a tile
         self.dtype = dtype_of(x.query)
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)

@@ -1,8 +1,9 @@
 """The ring of shared-memory tiles between the producer warp and the consumer warpgroups.
 
-The producer fills slots by TMA, in the order in which the consumers read them; barrier `full[slot]` says that a tile has
-landed, `empty[slot]` that both consumers are done with it.  Descriptors are four-dimensional, [B, H, L, D], so that strided
-inputs need no copy; rows past L, and channels that an array has fewer of than its tiles, arrive as zeros.
+The producer fills slots by TMA, each with a tile and below it that of its tangent, if there is one, in the order in which the
+consumers read them; barrier `full[slot]` says that all of it has landed, `empty[slot]` that every consumer is done with it.
+Descriptors are four-dimensional, [B, H, L, D], so that strided inputs need no copy; rows past L, and channels that an array has
+fewer of than its tiles, arrive as zeros.
 """
 
 import triton
