@@ -244,7 +244,7 @@ def elementwise(function):
     return lambda *args: block(function(*map(np.asarray, args)))
 
 
-place = types.SimpleNamespace(program=0, late=False)
+place = types.SimpleNamespace(program=0, programs=1, late=False)
 
 
 def allocate(dtype, shape, layout):
@@ -256,7 +256,8 @@ def allocate(dtype, shape, layout):
 language = types.ModuleType("triton.experimental.gluon.language")
 vars(language).update(
     constexpr=lambda value: value, static_range=range, float32=np.dtype(np.float32), int64=np.dtype(np.int64),
-    program_id=lambda axis: block(place.program), cdiv=lambda a, b: -(-a // b), allocate_shared_memory=allocate,
+    program_id=lambda axis: block(place.program), num_programs=lambda axis: block(place.programs),
+    cdiv=lambda a, b: -(-a // b), allocate_shared_memory=allocate,
     load=load, store=store, expand_dims=lambda a, axis: np.expand_dims(a, axis).view(Block),
     arange=lambda start, end, layout=None: block(np.arange(start, end)),
     zeros=lambda shape, dtype, layout=None: block(np.zeros(shape, dtype)),
@@ -348,7 +349,7 @@ class Launcher:
         function = getattr(self.modules[kernel.fn.__module__], kernel.fn.__name__)
         given = [Descriptor(a) if isinstance(a, Rows) else None if a is None else Pointer(a) for a in inputs]
         numbers = [block(s) if isinstance(s, int) else np.float32(s) for s in scalars]
-        place.late = self.late
+        place.late, place.programs = self.late, grid
         for place.program in range(grid):
             function(*given, *numbers, *map(Pointer, results), **constants)
         return results

@@ -20,45 +20,49 @@ def lengths(*numbers):
 
 
 def make_cases(m: int) -> dict[str, dict]:
-    """Lengths and windows are multiples of `m`."""
-    B, T, S, N, _ = shape = 2, 19 * m, 35 * m, 2, 2
+    """Lengths and windows are multiples of `m`.  Heads and batch entries are two where a feature tells them apart."""
+    B, T, S, N, _ = both_axes = 2, 19 * m, 35 * m, 2, 2
+    by_batch, by_head, alone = (B, T, S, 1, 1), (1, T, S, N, N), (1, T, S, 1, 1)
     segments = [
         np.sort(np.random.default_rng(i).integers(0, 4, (B, n)), 1).astype(np.int32) for i, n in enumerate((T, S))
     ]
     sparse = np.random.default_rng(2).random((B, N, T, S)) < 0.1
     sparse[:, :, 16 * m :] = False  # rows that see nothing, and tiles to leave out
     sparse[:, 0, :, : 16 * m] = False
-    bias = lambda *shape: dict(bias=oracle.normal(9, *shape))
+    blocks = np.repeat(np.repeat([[[[True, False, True], [True, True, False]]]], 9 * m, 2), 16 * m, 3)
+    blocks[..., : 16 * m : 4] = False  # something is seen of every word, and of none the whole
+    bias = lambda *axes, **of: dict(bias=oracle.normal(9, *axes), **of)
     both = lambda a, b: dict(query_segment_ids=a, key_value_segment_ids=b)
     cases = {
-        "bias": bias(B, N, T, S),
+        "bias": bias(B, N, T, S, shape=both_axes),
         "bias-by-key": bias(1, 1, 1, S),
-        "bias-by-query": bias(B, N, T, 1),
-        "bias-by-head": bias(1, N, 1, 1),
-        "bias-by-batch-and-key": bias(B, 1, 1, S),
+        "bias-by-query": bias(1, 1, T, 1),
+        "bias-by-head": bias(1, N, 1, 1, shape=by_head),
+        "bias-by-batch-and-key": bias(B, 1, 1, S, shape=by_batch),
         "bias-hides": dict(bias=np.where(np.arange(S) % 3, 0.0, -np.inf)[None, None, None]),
-        "mask": dict(mask=sparse),
+        "mask": dict(shape=both_axes, mask=sparse),
         "mask-by-key": dict(mask=np.arange(S)[None, None, None] > 20 * m),
-        "mask-by-batch": dict(mask=sparse[:, :1]),
-        "mask-lengths": dict(mask=sparse[:1], key_value_seq_lengths=lengths(20 * m, S)),
-        "key-lengths": dict(key_value_seq_lengths=lengths(18 * m, 0)),
-        "query-lengths": dict(query_seq_lengths=lengths(19 * m, 7 * m)),
+        "mask-by-batch": dict(shape=by_batch, mask=sparse[:, :1]),
+        "mask-in-words": dict(shape=(1, 18 * m, 48 * m, 1, 1), mask=blocks),
+        "mask-lengths": dict(shape=both_axes, mask=sparse[:1], key_value_seq_lengths=lengths(20 * m, S)),
+        "key-lengths": dict(shape=by_batch, key_value_seq_lengths=lengths(18 * m, 0)),
+        "query-lengths": dict(shape=by_batch, query_seq_lengths=lengths(19 * m, 7 * m)),
         "lengths-causal": dict(
-            query_seq_lengths=lengths(17 * m, T), key_value_seq_lengths=lengths(S, 7 * m), is_causal=True
+            shape=by_batch, query_seq_lengths=lengths(17 * m, T), key_value_seq_lengths=lengths(S, 7 * m), is_causal=True
         ),
-        "segments": both(*segments),
-        "segments-causal": dict(**both(*segments), is_causal=True),
+        "segments": dict(shape=by_batch, **both(*segments)),
+        "segments-causal": dict(shape=by_batch, **both(*segments), is_causal=True),
         "window": dict(local_window_size=(5 * m, 3 * m)),
         "window-left": dict(local_window_size=(6 * m, None)),
         "window-right": dict(local_window_size=(None, 2)),
         "window-causal": dict(local_window_size=(17 * m, 0), is_causal=True, causal_alignment="lower_right"),
-        "window-wide": dict(local_window_size=(30 * m, 20 * m), key_value_seq_lengths=lengths(S, 30 * m)),
+        "window-wide": dict(shape=by_batch, local_window_size=(30 * m, 20 * m), key_value_seq_lengths=lengths(S, 30 * m)),
         "lower-right": dict(is_causal=True, causal_alignment="lower_right"),
         "soft-cap": dict(logits_soft_cap=0.7),
-        "soft-cap-bias-causal": dict(logits_soft_cap=1.3, is_causal=True, **bias(1, N, T, S)),
-        "sinks": dict(sinks=oracle.normal(8, N), is_causal=True),
-        "sinks-without-keys": dict(sinks=oracle.normal(8, N), mask=sparse),
-        "dropout": dict(dropout_rate=0.4),
+        "soft-cap-bias-causal": dict(logits_soft_cap=1.3, is_causal=True, **bias(1, N, T, S, shape=by_head)),
+        "sinks": dict(shape=by_head, sinks=oracle.normal(8, N), is_causal=True),
+        "sinks-without-keys": dict(shape=both_axes, sinks=oracle.normal(8, N), mask=sparse),
+        "dropout": dict(shape=both_axes, dropout_rate=0.4),
         "dropout-bias-window": dict(dropout_rate=0.25, local_window_size=(20 * m, 4 * m), **bias(1, 1, T, S)),
         "values-of-other-width": dict(width=7),
         "grouped-bias": dict(shape=(1, 9, 18, 4, 2), bias=oracle.normal(9, 1, 2, 9, 18)),
@@ -73,12 +77,12 @@ def make_cases(m: int) -> dict[str, dict]:
             query_seq_lengths=lengths(50 * m, 33 * m), key_value_seq_lengths=lengths(41 * m, 50 * m),
         ),
         "everything": dict(
-            mask=sparse | (np.arange(S) == 3), is_causal=True, logits_soft_cap=2.0, dropout_rate=0.1, width=3,
+            shape=both_axes, mask=sparse | (np.arange(S) == 3), is_causal=True, logits_soft_cap=2.0, dropout_rate=0.1, width=3,
             key_value_seq_lengths=lengths(S, 22 * m), **both(*(a // 2 for a in segments)),
             sinks=oracle.normal(8, N), local_window_size=(30 * m, 5 * m), **bias(B, N, 1, S),
         ),
     }  # fmt: skip
-    return {name: dict(shape=shape) | case for name, case in cases.items()}
+    return {name: dict(shape=alone) | case for name, case in cases.items()}
 
 
 CASES = make_cases(1)  # in tiles of 16, the last ragged
@@ -91,7 +95,8 @@ COLUMNS = {"interpret": "kernels interpreted", "xla": "tiled reference"}
 SEED = jax.random.key_data(jax.random.key(5))
 
 
-def every_derivative(static):
+@functools.cache
+def every_derivative(**static):
     def compute(attention, x, tx, extra, t_extra, fixed, cy, cty):
         moving = (*x, extra), (*tx, t_extra)
 
@@ -147,11 +152,12 @@ def check(case, implementation, dtype, D=4, product_epsilon=0):
             named["dropout_key"] = jax.random.wrap_key_data(jnp.asarray(SEED))
         return dot_product_attention(*args, **named, implementation=implementation)
 
-    def naive(*args, dropout_rate=0, **named):
+    def thinned(*args, dropout_rate=0, **named):
         return oracle.attention(*args, **named, kept=factors)
 
+    naive = thinned if rate else oracle.attention  # the same function for each implementation: compiled once
     inputs = (x, tx, extra, t_extra, fixed, cy, cty)
-    oracle.assert_as_exact_as_naive(every_derivative(static), result_of, inputs, dtype, 4, product_epsilon, naive)
+    oracle.assert_as_exact_as_naive(every_derivative(**static), result_of, inputs, dtype, 4, product_epsilon, naive)
 
 
 SLOW = {  # what others show as well
@@ -169,7 +175,7 @@ def test_float32(case, implementation, record_property):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("bias", "mask", "everything"))) for c in CASES]
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("bias", "everything"))) for c in CASES]
 )
 def test_bfloat16(case, record_property):
     record_property("supports", support.claim(case, "JAX, kernels interpreted, bfloat16"))
@@ -211,7 +217,7 @@ def mixture(seed: int) -> dict:
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
-@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= 4)) for i in range(40)])
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= 2)) for i in range(40)])
 def test_mixtures(seed, implementation, record_property):
     record_property("supports", support.claim("everything", f"JAX, {COLUMNS[implementation]}, float32"))
     check(mixture(seed), implementation, "float32")
@@ -232,6 +238,7 @@ MUTANTS = {
     "segments-of-keys": (visibility, "b_seen &= b_queries == tl", "b_seen &= b_queries >= tl", "segments"),
     "tile-not-listed": (visibility, "mask=o_t < n_tiles, other", "mask=o_t < n_tiles - 1, other", "mask"),
     "tile-not-whole": (visibility, "+ everything * something", "+ something", "mask"),
+    "word-not-whole": (visibility, "b_four == 0x01010101", "b_four != 0", "mask-in-words"),
 }  # fmt: skip
 
 
@@ -282,7 +289,7 @@ def test_vmap(implementation):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("implementation", [pytest.param("interpret", marks=pytest.mark.slow), "xla"])
 def test_vmap_does_not_copy_a_shared_bias(implementation):
     n, B, N, T, S = 2, 2, 2, 5, 18
     q, k, v = (jnp.asarray(oracle.normal(i, n, B, length, N, 4), jnp.float32) for i, length in enumerate((T, S, S)))

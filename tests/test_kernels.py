@@ -109,7 +109,7 @@ def test_half_precision(shape, dtype):
     check(shape, dtype)
 
 
-@settings(max_examples=5, derandomize=True, deadline=None, database=None)
+@settings(max_examples=4, derandomize=True, deadline=None, database=None)
 @given(
     shape=st.builds(
         lambda T, S, K, group, D, causal: Shape(T, S, K * group, K, D, causal),
@@ -178,12 +178,14 @@ def test_huge_scores():
 
 
 @pytest.mark.parametrize("offset", [10, 100])
+@pytest.mark.parametrize("cap", [None, 1.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tangents_common_to_all_keys(dtype, offset):
+def test_tangents_common_to_all_keys(dtype, cap, offset):
     """They move all scores of a row alike: the output does not move with them, but Ṡ and μ are large."""
 
     def compute(attention, x, tx):
-        return {"fused": jax.jvp(attention, x, tx)[1], "linear": jax.linearize(attention, *x)[1](*tx)}
+        attend = lambda *x: attention(*x, logits_soft_cap=cap)
+        return {"fused": jax.jvp(attend, x, tx)[1], "linear": jax.linearize(attend, *x)[1](*tx)}
 
     x, (t_query, t_key, t_value), *_ = operands(Shape(18, 33))
     oracle.assert_as_exact_as_naive(compute, attention, (x, (t_query, t_key + offset, t_value)), dtype)
@@ -228,6 +230,7 @@ def test_shift_invariance():
     oracle.assert_as_exact_as_naive(compute, attention, operands(Shape(18, 33)), "float32")
 
 
+@pytest.mark.slow
 def test_the_same_bits_every_time():
     x, tx, cy, cty = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), operands(Shape(18, 33, N=2)))
     runs = [every_kernel()(attention, x, tx, cy, cty) for _ in range(2)]
@@ -237,7 +240,7 @@ def test_the_same_bits_every_time():
 
 # ------------------------------------------------------------------------------------------------ broken kernels
 
-PLAIN, CAUSAL = Shape(17, 35, N=4, K=2, D=4), Shape(33, 17, N=2, K=1, D=4, causal=True)
+PLAIN, CAUSAL = Shape(17, 35, N=2, D=4), Shape(33, 17, D=4, causal=True)
 MUTANTS = {
     "mu-dropped": (
         forward,

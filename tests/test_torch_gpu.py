@@ -159,6 +159,13 @@ def test_layouts(layout, kernels_alone, family):
         as_exact_as_naive(x, tangents, (make(200, 4, 8), make(200, 4, 9)))
 
 
+def test_mask_at_an_odd_address():
+    """Kernels look at masks four keys at a time."""
+    q, k, v = (normal(1, 2, 256, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
+    mask = (normal(256 * 256 + 1) > 0)[1:].view(256, 256)
+    assert torch.equal(sdpa(q, k, v, attn_mask=mask), sdpa(q, k, v, attn_mask=mask.clone()))
+
+
 def test_calls_like_earlier_ones(kernels_alone, family):
     """They follow the plan of the first, whatever the tensors hold and whether some are the same."""
     make = lambda seed: tuple(LAYOUTS["BLHD"](130, 2, seed + i) for i in range(3))

@@ -106,7 +106,7 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
     mask, t_mask = (x[3], tx[3]) if any(want[3::4]) else _unexpanded(x[3], tx[3])
     t_x = Operands(*(t for _, t in pairs), t_mask)
     boolean = mask is not None and mask.dtype == torch.bool
-    x = Operands(*(a for a, _ in pairs), **{"mask" if boolean else "bias": None if mask is None else mask.contiguous()})
+    x = Operands(*(a for a, _ in pairs), **{"mask" if boolean else "bias": None if mask is None else _in_words(mask)})
     selected = {
         name: a.contiguous() for name, a in case.selection._asdict().items() if name in SELECTED and a is not None
     }
@@ -136,6 +136,12 @@ def _unexpanded(mask, t_mask):
     same = [mask.stride(i) == 0 and (t_mask is None or t_mask.stride(i) == 0) for i in range(4)]
     mask, t_mask = (a if a is None else a[tuple(slice(1 if s else None) for s in same)] for a in (mask, t_mask))
     return mask, None if t_mask is None else t_mask.contiguous()
+
+
+def _in_words(mask):
+    """Contiguous, and where words of four bytes begin: kernels read masks in these."""
+    mask = mask.contiguous()
+    return mask.clone() if mask.data_ptr() % 4 else mask
 
 
 def _by_length(a):

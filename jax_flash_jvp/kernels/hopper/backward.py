@@ -34,6 +34,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_tile,
     masked_tile,
     matrix,
+    own_block,
     product_layout,
     reach,
     scaled,
@@ -336,10 +337,7 @@ def backward(
     LB = LK if ROW else LQ
     HA = HQ if ROW else HQ // GROUP
     n_a = gl.cdiv(LA, ROWS)
-    i = gl.program_id(0) % n_a
-    i_ba = gl.program_id(0) // n_a
-    if RIGHT and ROW:
-        i = n_a - 1 - i  # the longest rows first
+    i, i_ba = own_block(n_a, RIGHT, ROW)
     i_b = i_ba // HA
     i_a = i_ba % HA
     a_row = i * ROWS

@@ -29,6 +29,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_tile,
     masked_tile,
     matrix,
+    own_block,
     product_layout,
     reach,
     scaled,
@@ -362,7 +363,7 @@ def consume_plain(
                 b_o = accumulated(p, v, b_o, C)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
-                b_s = warpgroup_mma_wait(1, deps=[b_s])
+                b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
                 b_o, p = settled(b_o, p)
@@ -429,10 +430,7 @@ def attend(
     MASKS: gl.constexpr = RIGHT or LEFT or KEY_LENGTHS or RAGGED
     PADDED: gl.constexpr = KEY_LENGTHS
     n_m = gl.cdiv(LQ, ROWS)
-    i_m = gl.program_id(0) % n_m
-    i_bh = gl.program_id(0) // n_m
-    if RIGHT:
-        i_m = n_m - 1 - i_m  # the longest rows first
+    i_m, i_bh = own_block(n_m, RIGHT, True)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
     i_k = i_h // GROUP

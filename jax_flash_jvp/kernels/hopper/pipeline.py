@@ -25,6 +25,7 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup
+TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 
 
 def shared_layout(block, dtype: str):
@@ -154,6 +155,23 @@ def halves(b_x, T: gl.constexpr, LAYOUT: gl.constexpr):
     """The first T columns and the others, [GROUP_ROWS, T] each: which registers hold them, nothing moves."""
     b_0, b_1 = b_x.reshape([GROUP_ROWS, 2, T]).permute([0, 2, 1]).split()
     return gl.convert_layout(b_0, LAYOUT), gl.convert_layout(b_1, LAYOUT)
+
+
+@gluon.jit
+def own_block(n_blocks, RIGHT: gl.constexpr, FROM_END: gl.constexpr):
+    """(block, batch entry and head) of this program.  Under causality the longest blocks, first or last, of a few heads go before
+    the shorter: head after head, the last ones would begin a long block when others are done."""
+    i = gl.program_id(0)
+    if RIGHT:
+        first = i // (TOGETHER * n_blocks) * TOGETHER
+        heads = gl.minimum(gl.num_programs(0) // n_blocks - first, TOGETHER)
+        i -= first * n_blocks
+        block = i // heads
+        if FROM_END:
+            block = n_blocks - 1 - block
+        return block, first + i % heads
+    else:
+        return i % n_blocks, i // n_blocks
 
 
 @gluon.jit

@@ -27,8 +27,8 @@ from jax_flash_jvp.kernels.portable.scores import (
     load_rows,
     load_statistic,
     log2_sum_exp,
+    own_block,
     products,
-    query_block,
     scaled,
     scores,
     store_rows,
@@ -60,7 +60,7 @@ def statistics(
     HAS_TANGENT: tl.constexpr, HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_TD_LSE: tl.constexpr,
 ):  # fmt: skip
     """δ = rowsum(d_o∘o) − d_ℓ and its tangent, which the other kernels take off dP and ḋP, and ℓ in base 2."""
-    i_m, i_bh = query_block(LQ, HQ, BM, "")
+    i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, "")
     o_r = tl.arange(0, BM)
     row = i_m * BM
     x = i_bh * LQ + row + o_r
@@ -108,8 +108,7 @@ def key_side(
     if not RAGGED:
         LQ = LQ // BM * BM  # the same, but with a divisor that the compiler sees: it loads statistics in pairs
     n_n = tl.cdiv(LK, BN)
-    i_n = tl.program_id(0) % n_n
-    i_bh = (tl.program_id(0) // n_n).to(tl.int64)  # of key heads
+    i_n, i_bh = own_block(n_n, False, FEATURES)  # of key heads
     HK = HQ // GROUP
     i_b = i_bh // HK
     i_h = i_bh % HK
@@ -230,7 +229,7 @@ def query_side(
 ):  # fmt: skip
     """dQ and its tangent for one block of queries: a pass over the keys."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
-    i_m, i_bh = query_block(LQ, HQ, BM, FEATURES)
+    i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
     q_offset = i_b * s_qb * UNIT + i_h * s_qh

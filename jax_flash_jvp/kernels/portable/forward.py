@@ -19,9 +19,9 @@ from jax_flash_jvp.kernels.portable.scores import (
     lengths,
     load_rows,
     log2_sum_exp,
+    own_block,
     parts,
     products,
-    query_block,
     scaled,
     scores,
     store_rows,
@@ -57,7 +57,7 @@ def forward(
 ):  # fmt: skip
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     HAS_TANGENT: tl.constexpr = HAS_TS or HAS_TV
-    i_m, i_bh = query_block(LQ, HQ, BM, FEATURES)
+    i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
     q_offset = i_b * s_qb * UNIT + i_h * s_qh
@@ -87,14 +87,10 @@ def forward(
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
     if HAS_TS:
-        b_k = load_rows(K + k_offset, start, s_k, o_c, key_end, D, True)
-        b_tk = b_k
-        if HAS_TK:
-            b_tk = load_rows(TK + k_offset, start, s_k, o_c, key_end, D, True)
-        b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
-        o_n = (start + o_c)[None, :]
-        b_ts = tangent_scores(b_ts, 0.0, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
-        b_c = tangent_center(b_ts, tl.minimum(key_end - start, BN))
+        b_c = tangent_center(
+            b_q, b_tq, K + k_offset, TK + k_offset, start, s_k, scale, cap, t_bias, o_m, LQ, LK, key_end,
+            D, FEATURES, HAS_TQ, HAS_TK, HAS_TBIAS,
+        )  # fmt: skip
     for PHASE in tl.static_range(3):  # first the tiles that every row sees whole, then the diagonal and the ragged end
         if exists(PHASE, FEATURES, RAGGED):
             low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
@@ -179,7 +175,7 @@ def tangent(
 ):  # fmt: skip
     """Linear in the tangents: P comes from the saved ℓ, so nothing is rescaled, and o is the saved one."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
-    i_m, i_bh = query_block(LQ, HQ, BM, FEATURES)
+    i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
     q_offset = i_b * s_qb * UNIT + i_h * s_qh
@@ -207,14 +203,10 @@ def tangent(
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
     if HAS_TS:
-        b_k = load_rows(K + k_offset, start, s_k, o_c, key_end, D, True)
-        b_tk = b_k
-        if HAS_TK:
-            b_tk = load_rows(TK + k_offset, start, s_k, o_c, key_end, D, True)
-        b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
-        o_n = (start + o_c)[None, :]
-        b_ts = tangent_scores(b_ts, 0.0, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
-        b_c = tangent_center(b_ts, tl.minimum(key_end - start, BN))
+        b_c = tangent_center(
+            b_q, b_tq, K + k_offset, TK + k_offset, start, s_k, scale, cap, t_bias, o_m, LQ, LK, key_end,
+            D, FEATURES, HAS_TQ, HAS_TK, HAS_TBIAS,
+        )  # fmt: skip
     for PHASE in tl.static_range(3):
         if exists(PHASE, FEATURES, RAGGED):
             low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)

@@ -103,8 +103,8 @@ class _Call:
     def tile(self, job: str) -> Tile:
         target, words = self.launcher.target, {*self.features.split()}
         found = tile(job, self.widest, self.dtype, self.problem.precision, target)
-        if words & {"bias", "mask", "dropout", "cap", "segments"}:
-            found = lighter(found)
+        if words & {"bias", "dropout", "cap"}:
+            found = lighter(found, job)
         return short(found, job, self.widest, self.dtype, target) if "tiles" in words else found
 
     def run(self, kernel, tile: Tile, programs: int, inputs, outputs, tx: Operands, by_key: bool = False, **constants):

@@ -10,6 +10,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+FEW = tl.constexpr(16)  # keys that stand for all
+TOGETHER = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 
 
 @triton.constexpr_function
@@ -21,13 +23,19 @@ def has(features, name):
 
 
 @triton.jit
-def query_block(LQ, HQ, BM: tl.constexpr, FEATURES: tl.constexpr):
-    """(i_m, i_bh): this program's block of queries, and its batch entry and head."""
-    n_m = tl.cdiv(LQ, BM)
-    i_m = tl.program_id(0) % n_m
+def own_block(n_blocks, FROM_END: tl.constexpr, FEATURES: tl.constexpr):
+    """(block, batch entry and head) of this program, as in `hopper/pipeline.py`."""
+    i = tl.program_id(0)
     if has(FEATURES, "right"):
-        i_m = n_m - 1 - i_m  # the longest rows first
-    return i_m, (tl.program_id(0) // n_m).to(tl.int64)
+        first = i // (TOGETHER * n_blocks) * TOGETHER
+        heads = tl.minimum(tl.num_programs(0) // n_blocks - first, TOGETHER)
+        i -= first * n_blocks
+        block = i // heads
+        if FROM_END:
+            block = n_blocks - 1 - block
+        return block, (first + i % heads).to(tl.int64)
+    else:
+        return i % n_blocks, (i // n_blocks).to(tl.int64)
 
 
 @triton.constexpr_function
@@ -285,10 +293,36 @@ def under_cap(b_ds, b_u, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def tangent_center(b_ts, count):
-    """A constant for each row, the mean of its tangent scores Ṡ over a tile of `count` keys.  P∘Ṡ is rounded to the inputs'
-    dtype: where the scores of a row move together, less is lost of P∘(Ṡ − c), and the rest of the formula is the same."""
-    b_c = tl.sum(b_ts, 1) * (1.0 / count)
+def product_with_mean(b_x, Y, row, stride, L, D: tl.constexpr):
+    """The products of rows x with the mean of a few rows of the matrix at Y, from `row` on."""
+    b_y = load_rows(Y, row, stride, tl.arange(0, FEW), L, D, True)
+    b_xy = tl.sum(b_x[0].to(tl.float32) * tl.sum(b_y[0].to(tl.float32), 0)[None, :], 1)
+    for PART in tl.static_range(1, len(b_x)):
+        b_xy += tl.sum(b_x[PART].to(tl.float32) * tl.sum(b_y[PART].to(tl.float32), 0)[None, :], 1)
+    return b_xy / tl.minimum(L - row, FEW)
+
+
+@triton.jit
+def tangent_center(
+    b_q, b_tq, K, TK, row, s_k, scale, cap, t_bias, o_m, LQ, LK, key_end,
+    D: tl.constexpr, FEATURES: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TBIAS: tl.constexpr,
+):  # fmt: skip
+    """A constant for each query, about the mean of its tangent scores Ṡ over a few keys from `row` on.  P∘Ṡ is rounded to
+    the inputs' dtype: where the scores of a row move together, less is lost of P∘(Ṡ − c), and the rest of the formula is the
+    same.  No matrix products: as operands of such before the loop, the queries would cost registers within it."""
+    b_c = tl.zeros([b_q[0].shape[0]], tl.float32)
+    if HAS_TQ:
+        b_c += product_with_mean(b_tq, K, row, s_k, key_end, D)
+    if HAS_TK:
+        b_c += product_with_mean(b_q, TK, row, s_k, key_end, D)
+    b_c *= scale
+    if has(FEATURES, "cap"):
+        b_u = tanh(product_with_mean(b_q, K, row, s_k, key_end, D) * (scale / cap))
+        b_c *= 1.0 - b_u * b_u
+    if HAS_TBIAS:
+        o_n = (row + tl.arange(0, FEW))[None, :]
+        b_t = load_scores(t_bias, o_m, o_n, LQ, LK, FEATURES, "bias").to(tl.float32)
+        b_c += tl.sum(b_t, 1) / tl.minimum(key_end - row, FEW)
     return tl.where(tl.abs(b_c) < float("inf"), b_c, 0.0)  # hidden keys may hold anything
 
 

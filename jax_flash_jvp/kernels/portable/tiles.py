@@ -17,7 +17,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     spill: int = 64  # bytes that a thread may store, with Triton 3.9: some registers come and go with any constant
-    registers: int | None = None  # of a thread, at most
+    registers: int | None = None  # of a thread, at most; 255 where the assembler would take 32 and spill the rest
 
 
 HEAD_DIMS = (64, 128, 256)  # the columns: head dims up to each
@@ -42,7 +42,7 @@ _HALF_SM80 = dict(
     forward_dual=((128, 64, 8, 2, 600), (64, 32, 8, 2), (32, 32, 8, 2)),
     tangent=((128, 64, 8, 3), (64, 32, 8, 2, 200), (32, 32, 8, 2, 300)),
     key_side=((64, 64, 4, 3, 100), (64, 64, 8, 2), (32, 32, 8, 2)),
-    query_side=((128, 64, 8, 3), (128, 64, 8, 3, 100), (64, 32, 8, 2, 300)),
+    query_side=((128, 64, 8, 3), (128, 64, 8, 3, 200), (64, 32, 8, 2, 300)),
     key_side_dual=((32, 32, 4, 2, 200), (16, 32, 8, 2), (32, 16, 8, 2, 400)),
     value_side_dual=((64, 64, 4, 2, 300), (32, 32, 4, 2, 200), (32, 32, 8, 2, 500)),
     query_side_dual=((64, 32, 4, 2, 200), (16, 64, 8, 2), (16, 32, 8, 2, 600)),
@@ -54,23 +54,23 @@ _HALF_SM86 = dict(  # 99 KiB of shared memory
 )
 _HALF_SM90 = dict(
     forward=((128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 32, 8, 2)),
-    forward_dual=((128, 128, 8, 3, 200), (128, 64, 8, 3), (128, 64, 8, 2, 500), (32, 32, 8, 2)),
+    forward_dual=((128, 128, 8, 3, 300), (128, 64, 8, 3), (128, 64, 8, 2, 500), (32, 32, 8, 2)),
     tangent=((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2, 300)),
-    key_side=((64, 64, 4, 3, 200), (64, 64, 4, 3, 400), (64, 64, 4, 2, 1100), (32, 64, 8, 2, 500)),
+    key_side=((64, 64, 4, 3, 200), (64, 64, 4, 3, 500), (64, 64, 4, 2, 1300), (32, 64, 8, 2, 500)),
     query_side=((64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
-    key_side_dual=((32, 64, 4, 3, 200), (32, 128, 8, 3, 200), (32, 128, 8, 3, 200), (16, 16, 8, 2)),
-    value_side_dual=((64, 64, 4, 3, 100), (64, 128, 8, 3, 200), (64, 128, 8, 2, 600), (32, 32, 8, 2, 400)),
+    key_side_dual=((32, 64, 4, 3, 300), (32, 128, 8, 3, 200), (32, 128, 8, 3, 200), (16, 16, 8, 2)),
+    value_side_dual=((64, 64, 4, 3, 100), (64, 128, 8, 3, 400), (64, 128, 8, 2, 700), (32, 32, 8, 2, 400)),
     query_side_dual=((64, 64, 4, 2, 400), (128, 32, 8, 3), (128, 32, 8, 3, 300), (16, 32, 8, 2, 500)),
 )
 _HALF_SM100 = dict(  # sums in tensor memory: 512 columns
     forward=((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
     forward_dual=((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2, 900)),
     tangent=((128, 128, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2, 100)),
-    key_side=((64, 128, 8, 2), (64, 64, 4, 2, 400), (32, 64, 8, 2, 1200)),
+    key_side=((64, 128, 8, 2, 200), (64, 64, 4, 2, 700), (32, 64, 8, 2, 1200)),
     query_side=((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
-    key_side_dual=((64, 64, 8, 2, 500), (64, 64, 8, 2, 1300), (16, 16, 8, 2)),
-    value_side_dual=((64, 64, 8, 2), (64, 64, 8, 2, 500), (32, 32, 8, 2, 400)),
-    query_side_dual=((64, 64, 4, 2), (128, 32, 8, 2), (64, 16, 8, 2)),
+    key_side_dual=((64, 64, 8, 2, 600), (64, 64, 8, 2, 1300), (16, 16, 8, 2)),
+    value_side_dual=((64, 64, 8, 2, 100), (64, 64, 8, 2, 500), (32, 32, 8, 2, 400)),
+    query_side_dual=((64, 64, 4, 2), (128, 32, 8, 2), (64, 16, 8, 2, 300)),
 )
 _TF32 = dict(  # up to head dim 128 within 99 KiB
     forward=((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)),
@@ -78,24 +78,24 @@ _TF32 = dict(  # up to head dim 128 within 99 KiB
     tangent=((64, 32, 4, 2), (32, 16, 8, 2), (16, 16, 8, 2, 300)),
     key_side=((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 8, 2)),
     query_side=((64, 32, 4, 2), (32, 32, 8, 2), (32, 16, 8, 2)),
-    key_side_dual=((32, 32, 8, 2, 200), (16, 16, 8, 2)),
+    key_side_dual=((32, 32, 8, 2, 400), (16, 16, 8, 2)),
     value_side_dual=((32, 32, 4, 2), (32, 16, 8, 2)),
-    query_side_dual=((16, 32, 4, 2), (16, 16, 8, 2, 500)),
+    query_side_dual=((16, 32, 4, 2), (16, 16, 8, 2, 500, 255)),
 )
 _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled over the head dim; then see `product`
     forward=((32, 32, 4, 1), (32, 32, 8, 2), (16, 16, 8, 2)),
     forward_dual=((32, 16, 4, 2), (16, 16, 8, 2, 1000), (16, 16, 8, 2, 800)),
     tangent=((32, 16, 8, 2), (16, 16, 8, 2, 1000), (16, 16, 8, 2, 800)),
-    key_side=((16, 32, 4, 2), (16, 32, 8, 2, 200), (16, 16, 8, 2, 1000)),
+    key_side=((16, 32, 4, 2), (16, 32, 8, 2, 300), (16, 16, 8, 2, 1000)),
     query_side=((32, 16, 4, 2), (16, 32, 8, 2), (16, 16, 8, 2, 500)),
-    key_side_dual=((16, 16, 8, 2, 600),),
+    key_side_dual=((16, 16, 8, 2, 800),),
     value_side_dual=((16, 16, 8, 2),),
-    query_side_dual=((16, 16, 8, 2, 800),),
+    query_side_dual=((16, 16, 8, 2, 800, 255),),
 )
 _SCORE_SIDE: dict[str, dict] = {  # of the gradient of a bias; within 99 KiB but on sm_90
     "half": dict(
         score_side=((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
-        score_side_dual=((64, 32, 4, 2, 100), (32, 64, 8, 2, 200), (16, 32, 4, 2)),
+        score_side_dual=((64, 32, 4, 2, 300), (32, 64, 8, 2, 200), (16, 32, 4, 2, 100)),
     ),
     "tf32": dict(
         score_side=((32, 32, 8, 2), (32, 32, 8, 2), (16, 16, 8, 2)),
@@ -135,23 +135,33 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
     if target == "interpret":
         return Tile(16, 16, 4, 1)
     kind = "half" if dtype in ("float16", "bfloat16") else precision
+    if job == "forward_dual" and kind == "ieee" and padded(head_dim) == 32:
+        return Tile(32, 32, 8, 2)  # on that for 64 channels the compiler of Triton 3.9 stops, on sm_90
     row = (_TABLES[kind][_LIKE.get(int(target), 86)] | _SCORE_SIDE[kind])[job]
     columns = HEAD_DIMS_AND_96 if len(row) == len(HEAD_DIMS_AND_96) else HEAD_DIMS
     column = next(i for i, most in enumerate(columns) if head_dim <= most)
     return Tile(*row[column]) if column < len(row) else None
 
 
-def lighter(tile: Tile) -> Tile:
-    """For calls that read, or work out, more than a product for each score: a bias, a mask, dropout, a cap, segments."""
-    return tile._replace(block_n=min(64, tile.block_n), num_stages=min(2, tile.num_stages))
+def lighter(tile: Tile, job: str) -> Tile:
+    """For calls that read, or work out, more than a product for each score: a bias, dropout, a cap.  (Keys that are the rows of
+    a product stay as many: matrix cores want 64 rows for four warps.)"""
+    of_keys = job.startswith(("key", "value"))
+    return tile._replace(block_n=tile.block_n if of_keys else min(64, tile.block_n), num_stages=min(2, tile.num_stages))
 
 
 def short(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str) -> Tile:
     """For calls that visit a list of tiles.  Their loops are short: on sm_90 it is faster when two programs share a
     multiprocessor, one of which begins or ends while the other multiplies."""
-    registers = {("forward", 64): 128, ("forward", 128): 128, ("key_side", 64): 168}
-    half = dtype in ("float16", "bfloat16") and target == 90
-    return tile._replace(registers=registers.get((job, padded(head_dim)))) if half else tile
+    if dtype not in ("float16", "bfloat16") or target != 90:
+        return lighter(tile, job)
+    changes: dict[tuple, dict[str, int]] = {
+        ("forward", 64): dict(registers=128),
+        ("forward", 96): dict(block_n=64, num_stages=2),
+        ("forward", 128): dict(registers=128, block_n=64, num_stages=2),
+        ("key_side", 64): dict(registers=168, num_stages=2),
+    }
+    return tile._replace(**changes.get((job, padded(head_dim)), dict(num_stages=min(2, tile.num_stages))))
 
 
 def tile(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile:

@@ -126,6 +126,13 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
         return TILES, 0, 0
 
 
+@triton.constexpr_function
+def mask_alone(features):
+    """Is a mask, in rows of whole words, all that hides keys?"""
+    words = {"mask:rows", "mask:columns", "mask:aligned"}
+    return words <= {*features.split()} and not {"left", "right", "lengths", "segments"} & {*features.split()}
+
+
 @triton.jit
 def look_at_tiles(
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS,
@@ -143,11 +150,19 @@ def look_at_tiles(
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     mask = matrix(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, FEATURES, "mask")
     sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
-    o_m = (i_tile % n_m if BY_KEY else i_tile // n_n) * BM + tl.arange(0, BM)[:, None]
-    o_n = (i_tile // n_m if BY_KEY else i_tile % n_n) * BN + tl.arange(0, BN)[None, :]
-    b_seen = visible(o_m, o_n, sight, FEATURES)
-    something = tl.max(tl.max((b_seen & (o_m < LQ)).to(tl.int32), 1), 0)
-    everything = tl.min(tl.min((b_seen | (o_m >= LQ)).to(tl.int32), 1), 0)
+    i_m = i_tile % n_m if BY_KEY else i_tile // n_n
+    i_n = i_tile // n_m if BY_KEY else i_tile % n_n
+    o_m = i_m * BM + tl.arange(0, BM)[:, None]
+    if mask_alone(FEATURES):  # four keys at a time
+        o_w = i_n * (BN // 4) + tl.arange(0, BN // 4)[None, :]
+        p_mask = mask.to(tl.pointer_type(tl.int32)) + (o_m.to(tl.int64) * (LK // 16 * 4) + o_w)
+        b_four = tl.load(p_mask, mask=(o_m < LQ) & (o_w < LK // 16 * 4), other=0)
+        b_some, b_all = b_four != 0, b_four == 0x01010101
+    else:
+        b_some = visible(o_m, i_n * BN + tl.arange(0, BN)[None, :], sight, FEATURES)
+        b_all = b_some
+    something = tl.max(tl.max((b_some & (o_m < LQ)).to(tl.int32), 1), 0)
+    everything = tl.min(tl.min((b_all | (o_m >= LQ)).to(tl.int32), 1), 0)
     tl.store(SEEN + i_bh * n_m * n_n + i_tile, something + everything * something)
 
 
