@@ -147,8 +147,10 @@ def _repairs() -> Iterator[tuple[Any, str, Any]]:
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     yield interpreter.interpreter_builder, "options", options
 
-    # Every intermediate value makes a type anew; a fifth of the time went into their names and shapes.
+    # Every intermediate value makes a type, a shape and a table of dtypes anew, which took a third of the time.
     known: dict[tuple, dict[str, Any]] = {}
+    shapes: dict[tuple, dict[str, Any]] = {}
+    dtypes: dict[str, np.dtype] = {}
 
     def make_block_type(self, element_ty, shape, original=tl.block_type.__init__):
         key = (element_ty.name, *(getattr(extent, "value", extent) for extent in shape))
@@ -157,7 +159,22 @@ def _repairs() -> Iterator[tuple[Any, str, Any]]:
             known[key] = dict(vars(self))
         vars(self).update(known[key], element_ty=element_ty)
 
+    def make_tensor(self, handle, type, original=tl.tensor.__init__):
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            original(self, handle, type)
+            shapes[key] = dict(vars(self))
+        vars(self).update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+
+    def numpy_dtype(dtype, original=interpreter._get_np_dtype):
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = original(dtype)
+        return dtypes[name]
+
     yield tl.block_type, "__init__", make_block_type
+    yield tl.tensor, "__init__", make_tensor
+    yield interpreter, "_get_np_dtype", numpy_dtype
 
     # bf16 is kept as bit patterns. The interpreter would compute with the patterns as integers and truncate fp32.
     def narrow(source):

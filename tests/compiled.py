@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
@@ -79,57 +76,38 @@ def compiled(
     if registers is not None:
         options["maxnreg"] = registers
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    with _cache_directory():
+    log = io.StringIO()
+    with _compiler_settings(), contextlib.redirect_stdout(log):
         binary = triton.compile(source(kernel, types, places, aligned), GPUTarget("cuda", capability, 32), options)
-    ptx = binary.asm["ptx"]
-    registers, stack = _registers_and_stack(binary.asm["cubin"])
-    warnings, spill_stores, spill_loads = (
-        _assembled(ptx, capability) if stack or source is GluonASTSource else ([], 0, 0)
-    )
+    ptx, log = binary.asm["ptx"], log.getvalue()
+    stack, spill_stores, spill_loads = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
+    ).groups()
     return Resources(
-        registers=registers,
-        stack=stack,
-        spill_stores=spill_stores,
-        spill_loads=spill_loads,
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        stack=int(stack),  # may also hold indexed arrays
+        spill_stores=int(spill_stores),
+        spill_loads=int(spill_loads),
         shared=binary.metadata.shared,
         tensor_memory=getattr(binary.metadata, "tmem_size", None) or 0,
         mma={name: count for name, pattern in _INSTRUCTIONS.items() if (count := len(re.findall(pattern, ptx)))},
         async_copies=len(re.findall(_ASYNC_COPY, ptx)),
         ptx=ptx,
-        warnings=tuple(warnings),
+        warnings=tuple(re.findall(r"\bC75\d\d\b", log)),
     )
 
 
-@contextmanager
-def _cache_directory() -> Iterator[None]:
-    """Triton's ordinary cache, even after jax-triton 0.3.1, which sets its directory to the empty string."""
+@contextlib.contextmanager
+def _compiler_settings() -> Iterator[None]:
+    """The assembler's log is printed, for which it must run, whatever is in Triton's cache; that is the ordinary one, even
+    after jax-triton 0.3.1, which sets its directory to the empty string."""
     empty = os.environ.get("TRITON_CACHE_DIR") == ""
     if empty:
         del os.environ["TRITON_CACHE_DIR"]
     try:
-        yield
+        with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
+            triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+            yield
     finally:
         if empty:
             os.environ["TRITON_CACHE_DIR"] = ""
-
-
-def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
-    return int(registers), int(stack)
-
-
-def _assembled(ptx: str, capability: int) -> tuple[list[str], int, int]:
-    """Warnings, and bytes spilled by stores and loads. A stack may also hold indexed arrays, so its size does not tell."""
-    target = re.search(r"\.target (\w+)", ptx)[1]
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory, "kernel.ptx")
-        file.write_text(ptx)
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", file, "-o", f"{directory}/kernel.cubin"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
-    return re.findall(r"\bC75\d\d\b", log), int(stores), int(loads)

@@ -1,5 +1,7 @@
 """Every shipped tile, compiled without a GPU; and what JAX would launch."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,12 +9,11 @@ import pytest
 from compiled import SHARED_LIMITS, compiled
 from jax_flash_jvp.attention import dot_product_attention
 from jax_flash_jvp.kernels.portable import jobs
-from jax_flash_jvp.kernels.portable.tiles import JOBS, find, tile
+from jax_flash_jvp.kernels.portable.tiles import HEAD_DIMS, HEAD_DIMS_AND_96, JOBS, find, tile
 from jax_flash_jvp.problem import Operands, Problem
 from recorded import launches_of
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
-SPLIT = (96,)  # in two blocks, with tiles of their own on sm_90
+NARROW = (16, 32)  # heads that take the tiles of 64 channels
 KINDS = {"half": ("bfloat16", "ieee"), "tf32": ("float32", "tf32"), "ieee": ("float32", "ieee")}
 TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "bool": "i1"}
 NOTHING, QUERY, VALUE, KEY_AND_VALUE, BIAS = (
@@ -140,46 +141,28 @@ def test_features(feature, head_dim, kind, capability):
         assert resources.mma or kernel.__name__ in ("statistics", "look_at_tiles", "list_tiles"), kernel
 
 
-OFTEN = {
-    (90, "half"): (64, 128),
-    (80, "half"): (64, 128),
-    (100, "half"): (128,),
-    (90, "tf32"): (64,),
-    (90, "ieee"): (64,),
-}
-
-
 def cases():
+    """Each tile with the loop over whole tiles; with the others, and narrower heads in these tiles, as slow: half an hour."""
     for capability in (80, 90, 100):
         for kind, (dtype, precision) in KINDS.items():
-            for head_dim in (*HEAD_DIMS, *(SPLIT if (kind, capability) == ("half", 90) else ())):
-                for job in JOBS:
-                    often = head_dim in OFTEN.get((capability, kind), ()) and (capability < 100 or "dual" not in job)
-                    marks = [] if often else [pytest.mark.slow]
+            for head_dim in (*NARROW, *(HEAD_DIMS_AND_96 if (kind, capability) == ("half", 90) else HEAD_DIMS)):
+                for job, plain in itertools.product(JOBS, (False, True)[: 1 if head_dim in NARROW else 2]):
                     if find(job, head_dim, dtype, precision, capability):
-                        name = f"{job}-D{head_dim}-{kind}-sm{capability}"
-                        yield pytest.param(job, head_dim, kind, capability, id=name, marks=marks)
+                        name = f"{job}-D{head_dim}-{kind}-sm{capability}{'-whole' * plain}"
+                        marks = [pytest.mark.slow] * (not plain)
+                        yield pytest.param(job, head_dim, kind, capability, plain, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("job", "head_dim", "kind", "capability"), list(cases()))
-def test_tile(job, head_dim, kind, capability):
-    """All of them take half an hour: the common ones always, the others when they are asked for, as slow."""
-    check(job, head_dim, kind, capability)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
-@pytest.mark.parametrize("job", JOBS[:-2])
-def test_whole_tiles_alone(job, head_dim):
-    """No diagonal and no ragged end, in which case the compiler sees another kernel."""
-    check(job, head_dim, "half", 90, plain=True)
+@pytest.mark.parametrize(("job", "head_dim", "kind", "capability", "plain"), list(cases()))
+def test_tile(job, head_dim, kind, capability, plain):
+    check(job, head_dim, kind, capability, plain=plain)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
 @pytest.mark.parametrize("job", ["key_side_dual", "query_side_dual"])
 def test_tangents_alone(job, head_dim):
     """As in the gradient of a JVP by the primals: the sums differ, the tiles are the same."""
-    check(job, head_dim, "half", 90, gradients=False)
+    check(job, head_dim, "half", 90, plain=True, gradients=False)
 
 
 def test_no_tile():
@@ -206,7 +189,7 @@ def test_statistics(head_dim):
 @pytest.mark.parametrize(("head_dim", "capability"), [(64, 89), (128, 86), (128, 120)])
 def test_small_shared_memory(job, head_dim, capability):
     assert SHARED_LIMITS[capability] == 101376
-    check(job, head_dim, "half", capability)
+    check(job, head_dim, "half", capability, plain=True)
 
 
 def attend(query, key, value):

@@ -72,6 +72,7 @@ def test_script_runs_and_resumes(case, tmp_path, monkeypatch):
         assert resumed[figure] == whole[figure]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path, monkeypatch):
     run("meanflow_torch", tmp_path / "one", monkeypatch)
     options = [f"--{name}={value}" for name, value in TINY.items()]

@@ -16,10 +16,10 @@ from jax_flash_jvp.problem import Operands, Problem
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
 # bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 they are fewer
-SPILL = {"whole": 500, "causal-ragged": 420, "window-lengths": 640}
+SPILL = {"whole": 500, "causal-ragged": 700, "window-lengths": 760}
 SPILL_MORE = {
-    ("forward_dual", 64, "causal-ragged"): 1000, ("forward_dual", 64, "window-lengths"): 1600,
-    ("forward", 64, "window-lengths"): 1400,
+    ("forward_dual", 64, "causal-ragged"): 1100, ("forward_dual", 64, "window-lengths"): 1800,
+    ("forward", 64, "window-lengths"): 1700,
 }  # fmt: skip
 
 
@@ -98,9 +98,7 @@ JOBS = (
 )
 
 
-@pytest.mark.parametrize(
-    "kind", ["causal-ragged", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("whole", "window-lengths"))]
-)
+@pytest.mark.parametrize("kind", ["whole", *(pytest.param(k, marks=pytest.mark.slow) for k in SPILL if k != "whole")])
 @pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("job", JOBS)
 def test_compiles_without_serialised_products(job, head_dim, kind):

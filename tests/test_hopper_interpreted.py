@@ -108,8 +108,17 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "late"])
-@pytest.mark.parametrize("shape", [(2, 200, 300, 2, 1, 64), (2, 300, 140, 1, 1, 128)], ids=["D64", "D128"])
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    ("feature", "shape"),
+    [
+        pytest.param(feature, shape, id=f"{feature}-D{shape[-1]}", marks=[pytest.mark.slow] * slow)
+        for feature in FEATURES
+        for shape, slow in (
+            ((2, 200, 300, 1, 1, 64), feature not in ("window", "lengths-causal", "all")),
+            ((2, 300, 140, 1, 1, 128), feature != "all"),
+        )
+    ],
+)
 def test_features(feature, shape, late):
     static = dict(FEATURES[feature])
     arrays = {name: static.pop(name) for name in ("query_lengths", "key_lengths") if name in static}

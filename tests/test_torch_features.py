@@ -78,7 +78,12 @@ def test_values_and_derivatives(case, bias, record_property):
     check(lambda: everything(same_seed, *x, **arguments), lambda: everything(expected, *x, **arguments), None, 1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
+ALSO_IN_EVERYTHING = {"key-lengths", "segments", "window", "window-left", "soft-cap", "sinks", "dropout"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in ALSO_IN_EVERYTHING)) for case in CASES]
+)
 def test_kernels(case, record_property):
     record_property("supports", support.claim(case, "PyTorch, kernels interpreted, float32"))
     launch = pytest.importorskip("torch_bridge.launch")
