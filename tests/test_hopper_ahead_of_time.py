@@ -16,10 +16,13 @@ from jax_flash_jvp.problem import Operands, Problem
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
 # bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 they are fewer
-SPILL = {"whole": 500, "causal-ragged": 700, "window-lengths": 760}
+SPILL = {"whole": 500, "causal-ragged": 420, "window-lengths": 640}
 SPILL_MORE = {
+    ("forward", 64, "causal-ragged"): 440, ("forward", 64, "window-lengths"): 1700,
     ("forward_dual", 64, "causal-ragged"): 1100, ("forward_dual", 64, "window-lengths"): 1800,
-    ("forward", 64, "window-lengths"): 1700,
+    ("tangent", 96, "window-lengths"): 660,
+    ("key_side", 64, "causal-ragged"): 700, ("key_side", 64, "window-lengths"): 760,
+    ("key_side_tangent", 64, "causal-ragged"): 580, ("query_side_tangent", 128, "causal-ragged"): 500,
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def produce(
 
 @gluon.jit
 def tangent_center(b_ts, count, scale):
-    """As in `portable/scores.py`."""
+    """What it is in `portable/scores.py`, of all `count` keys of a tile, whose scores are there already."""
     b_c = gl.sum(b_ts, 1) * (scale / gl.maximum(count, 1))
     return gl.where(gl.abs(b_c) < float("inf"), b_c, 0.0)
 
