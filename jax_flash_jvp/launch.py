@@ -258,6 +258,7 @@ class JaxTriton(_Contiguous):
         library = self.jax_triton.triton_lib
         self.target = library.triton_kernel_call_lib.get_compute_capability(0)
         self.descriptors = hasattr(library, "TensorDescriptor")  # from 0.4 on
+        self.multiprocessors = getattr(_first_gpu(), "core_count", None)
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]
@@ -279,6 +280,13 @@ class JaxTriton(_Contiguous):
         shape, strides, block = rows.view(self.strides(rows.array))
         layout = shared_layout(block, str(rows.array.dtype))
         return self.jax_triton.TensorDescriptor(rows.array, shape, strides, block, layout)
+
+
+def _first_gpu() -> Any:
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError:  # compiled where there is none
+        return None
 
 
 @functools.cache

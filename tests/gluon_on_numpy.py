@@ -326,7 +326,7 @@ def emulated(old="", new=""):
 class Launcher:
     """Arrays are numpy's.  The kernels of Triton run through its own interpreter."""
 
-    target, descriptors = 90, True
+    target, descriptors, multiprocessors = 90, True, 2
 
     def __init__(self, *change, late=False):
         self.modules, self.late = emulated(*change), late

@@ -29,7 +29,7 @@ SPILL_MORE = {
 class Recorder:
     """A launcher of nothing: arrays are shapes, and what would be launched is what `compiled` takes."""
 
-    target, descriptors = 90, True
+    target, descriptors, multiprocessors = 90, True, 132
 
     def __init__(self):
         self.launches = []

@@ -150,7 +150,10 @@ MUTANTS = {  # and whether it takes late copies to notice
     "keys-not-given-back": ("mbarrier.arrive(empty.index(k_slot), count=1)", "pass", False),
     "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
     "values-not-waited-for": ("mbarrier.wait(full.index(v_slot), v_phase)", "pass", True),
-    "resident-not-waited-for": ("mbarrier.wait(a_bar, 0)", "pass", True),
+    "resident-not-waited-for": ("mbarrier.wait(a_full, a_phase)", "pass", True),
+    "resident-overwritten": ("mbarrier.wait(a_empty, a_phase)", "pass", False),
+    "queries-overwritten": ("mbarrier.wait(q_empty, q_phase)", "pass", False),
+    "queries-not-given-back": ("release(q_empty, plain + masked)", "pass", False),
     "out-of-turn": (
         "mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)",
         "mbarrier.arrive(turn.index(w), count=1)",

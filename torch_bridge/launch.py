@@ -21,7 +21,8 @@ class TorchLauncher:
     descriptors = True
 
     def __init__(self, device: torch.device):
-        self.device, self.target = device, _capability(device)
+        self.device = device
+        self.target, self.multiprocessors = _capability(device)
         self.launched: list[tuple] = []  # for a plan
 
     def strides(self, array: torch.Tensor) -> tuple[int, ...]:
@@ -54,9 +55,10 @@ class TorchLauncher:
 
 
 @functools.cache
-def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+def _capability(device: torch.device) -> tuple[int, int]:
+    """(compute capability, multiprocessors)."""
+    properties = torch.cuda.get_device_properties(device)
+    return 10 * properties.major + properties.minor, properties.multi_processor_count
 
 
 def _on(device: torch.device) -> Any:

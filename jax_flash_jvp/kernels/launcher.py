@@ -31,6 +31,7 @@ class Launcher(Protocol):
 
     target: int | str  # compute capability, 90 for sm_90, or "interpret": selects the tiles
     descriptors: bool  # can it pass `Rows`?
+    multiprocessors: int | None  # of the GPU, if known
 
     def strides(self, array: Any) -> tuple[int, ...]:
         """Strides of `array` in elements."""

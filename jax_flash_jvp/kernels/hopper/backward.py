@@ -1,6 +1,6 @@
 """The backward and its tangent, for the key side and for the query side: one body.  Formulas as in `portable/backward.py`.
 
-A program owns 64 resident rows for each of its GROUPS consumer warpgroups, and streams the other sequence:
+A block is 64 resident rows for each of the GROUPS consumer warpgroups, and streams the other sequence:
 
                  resident a, c     streamed b, e     s = a bᵀ, dp = c eᵀ − δ, ds = p∘dp      da += ds b      dc += p e
     key side     k, v              q, d_o            tiles [keys, queries]                   dk              dv
@@ -37,6 +37,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     own_block,
     product_layout,
     reach,
+    release,
     scaled,
     score_product,
     settled,
@@ -75,59 +76,112 @@ def row_statistic(X, x, m_x, other: gl.constexpr):
 
 
 @gluon.jit
+def own(
+    i, call,
+    GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+):  # fmt: skip
+    """(batch entry, resident head, first resident row, first streamed head, number of these, what is seen, tiles to visit) of
+    block number i."""
+    ROWS: gl.constexpr = GROUPS * GROUP_ROWS
+    n, HQ, GROUP, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS = call
+    LA = LQ if ROW else LK
+    HA = HQ if ROW else HQ // GROUP
+    i_block, i_ba = own_block(i, n, gl.cdiv(LA, ROWS), RIGHT, ROW)
+    i_b = i_ba // HA
+    i_a = i_ba % HA
+    a_row = i_block * ROWS
+    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
+    sight = (query_end, key_end, left, right)
+    # the streamed rows start … stop that some resident row sees, or is seen by, and of them those that all do
+    if ROW:
+        group = 1
+        i_stream = i_a // GROUP
+        start, first, whole, stop = key_bounds(a_row, ROWS, key_end, left, right, LEFT, RIGHT)
+    else:
+        group = GROUP
+        i_stream = i_a * GROUP
+        start = 0
+        first = 0
+        stop = query_end
+        whole = query_end if QUERY_LENGTHS else query_end + T - 1  # absent queries are hidden by their ℓ = +∞
+        if RIGHT:
+            start = a_row - right
+            first = a_row + ROWS - 1 - right
+        if LEFT:
+            whole = gl.minimum(whole, a_row + left + 1)
+            stop = gl.minimum(stop, a_row + ROWS + left)
+    if QUERY_LENGTHS if ROW else KEY_LENGTHS:
+        if a_row >= (query_end if ROW else key_end):
+            stop = 0
+    return i_b, i_a, a_row, i_stream, group, sight, span(start, first, whole, stop, T, MASKS)
+
+
+@gluon.jit
 def produce(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-    a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, GROUP, LQ, query_end, i_b, i_a, i_stream,
-    a_row,
-    tiles_of,
-    T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, THROUGH_SHARED: gl.constexpr, USE_C: gl.constexpr,
-    USE_W: gl.constexpr,
+    a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call,
+    T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr, THROUGH_SHARED: gl.constexpr,
+    MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+    USE_C: gl.constexpr, USE_W: gl.constexpr,
     USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
 ):  # fmt: skip
     COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
-    mbarrier.expect(a_bar, GROUPS * COUNT * a_d.block_type.nbytes)
-    load_resident(a_d, i_b, i_a, a_row, a_bar, a_s, GROUPS)
-    if USE_C:
-        load_resident(c_d, i_b, i_a, a_row, a_bar, c_s, GROUPS)
-    if USE_TA:
-        load_resident(ta_d, i_b, i_a, a_row, a_bar, ta_s, GROUPS)
-    if USE_TC:
-        load_resident(tc_d, i_b, i_a, a_row, a_bar, tc_s, GROUPS)
+    HQ, LQ = call[1], call[3]
     slot = 0
     phase = 1
     stage = 0
     s_phase = 1
-    plain, masked, start, first, end = tiles_of
-    for MASKED in gl.static_range(2):
-        for i_g in range(GROUP):
-            i_h = i_stream + i_g
-            for t in range(masked if MASKED else plain):
-                row = (masked_tile(t, start, first, end) if MASKED else first + t) * T
-                if THROUGH_SHARED:
-                    o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
-                    x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
-                    mbarrier.wait(s_empty.index(stage), s_phase)
-                    stage_column(LSE2, x, o_m < query_end, float("inf"), stats, 4 * stage)
-                    if USE_W:
-                        stage_column(MU, x, o_m < query_end, 0.0, stats, 4 * stage + 1)
-                    if USE_C:
-                        stage_column(DELTA, x, o_m < query_end, 0.0, stats, 4 * stage + 2)
-                    if WANT_TA:
-                        stage_column(T_DELTA, x, o_m < query_end, 0.0, stats, 4 * stage + 3)
-                    mbarrier.arrive(s_full.index(stage), count=1)
-                    stage, s_phase = advance(stage, s_phase, 2)
-                slot, phase = load_tile(b_d, tb_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TB)
-                slot, phase = load_tile(e_d, te_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TE)
+    a_phase = 1
+    for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+        i_b, i_a, a_row, i_stream, group, sight, tiles_of = own(
+            i, call, GROUPS, T, ROW, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS
+        )  # fmt: skip
+        plain, masked, start, first, end = tiles_of
+        waiting = 1
+        for MASKED in gl.static_range(2):
+            for i_g in range(group):
+                i_h = i_stream + i_g
+                for t in range(masked if MASKED else plain):
+                    row = (masked_tile(t, start, first, end) if MASKED else first + t) * T
+                    if THROUGH_SHARED:
+                        o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
+                        x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
+                        mbarrier.wait(s_empty.index(stage), s_phase)
+                        stage_column(LSE2, x, o_m < sight[0], float("inf"), stats, 4 * stage)
+                        if USE_W:
+                            stage_column(MU, x, o_m < sight[0], 0.0, stats, 4 * stage + 1)
+                        if USE_C:
+                            stage_column(DELTA, x, o_m < sight[0], 0.0, stats, 4 * stage + 2)
+                        if WANT_TA:
+                            stage_column(T_DELTA, x, o_m < sight[0], 0.0, stats, 4 * stage + 3)
+                        mbarrier.arrive(s_full.index(stage), count=1)
+                        stage, s_phase = advance(stage, s_phase, 2)
+                    slot, phase = load_tile(b_d, tb_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TB)
+                    if waiting == 1:
+                        mbarrier.wait(a_empty, a_phase)
+                        mbarrier.expect(a_full, GROUPS * COUNT * a_d.block_type.nbytes)
+                        load_resident(a_d, i_b, i_a, a_row, a_full, a_s, GROUPS)
+                        if USE_C:
+                            load_resident(c_d, i_b, i_a, a_row, a_full, c_s, GROUPS)
+                        if USE_TA:
+                            load_resident(ta_d, i_b, i_a, a_row, a_full, ta_s, GROUPS)
+                        if USE_TC:
+                            load_resident(tc_d, i_b, i_a, a_row, a_full, tc_s, GROUPS)
+                        a_phase ^= 1
+                        waiting = 0
+                    slot, phase = load_tile(e_d, te_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TE)
 
 
 @gluon.jit
-def consume(
-    i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-    DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row, tiles_of,
+def consume_block(
+    i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_empty, full, empty, stats, s_full, s_empty, turn,
+    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, sight, i_b, i_a, i_stream, HQ, a_start, tiles_of,
+    b_slot, b_phase, stage, s_phase, tick,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    RAGGED: gl.constexpr, MASKS: gl.constexpr, PADDED_A: gl.constexpr, PADDED_B: gl.constexpr, USE_C: gl.constexpr,
-    USE_W: gl.constexpr, USE_TA: gl.constexpr,
+    RAGGED: gl.constexpr, MASKS: gl.constexpr, PADDED_A: gl.constexpr, PADDED_B: gl.constexpr,
+    USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
     USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
@@ -141,7 +195,6 @@ def consume(
     N_DS: gl.constexpr = parts(C) * ((1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0))
     N_PW: gl.constexpr = parts(C) if WANT_TC and USE_W else 0
     dtype: gl.constexpr = a_s.dtype
-    a_start = a_row + GROUP_ROWS * i_w
     b_da = sums(C)
     b_dc = sums(C)
     b_tda = sums(C)
@@ -157,16 +210,10 @@ def consume(
             mu = row_statistic(MU, x, o_a < LA, 0.0)
         if WANT_TA:
             t_delta = row_statistic(T_DELTA, x, o_a < LA, 0.0)
-    mbarrier.wait(a_bar, 0)
     per_scale = 1 / scale
     end_a = sight[0] if ROW else sight[1]
     end_b = sight[1] if ROW else sight[0]
     plain, masked, start, first, end = tiles_of
-    b_slot = 0
-    b_phase = 0
-    stage = 0
-    s_phase = 0
-    tick = 0
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
             for i_g in range(GROUP):
@@ -174,7 +221,7 @@ def consume(
                 for t in range(masked if MASKED else plain):
                     j = masked_tile(t, start, first, end) if MASKED else first + t
                     # an index that the compiler cannot fold: else it keeps every resident descriptor in registers
-                    z = i_w + (tick >> 28)
+                    z = i_w + (tick >> 30)
                     a = matrix(a_s, z, GROUP_ROWS, D)
                     e_slot, e_phase = advance(b_slot, b_phase, SLOTS)
                     bb = matrix(ring, b_slot, BLOCKS * T, D)
@@ -290,6 +337,7 @@ def consume(
                     mbarrier.arrive(empty.index(e_slot), count=1)
                     b_slot, b_phase = advance(e_slot, e_phase, SLOTS)
                     tick += 1
+    release(a_empty, plain + masked)
 
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
     factor = gl.full([GROUP_ROWS], scale, gl.float32, gl.SliceLayout(1, s_l))
@@ -306,65 +354,71 @@ def consume(
         store_rows(TDA, i_b, i_a, HA, a_start, LA, scaled(b_tda, factor), C)
     if WANT_TC:
         store_rows(TDC, i_b, i_a, HA, a_start, LA, b_tdc, C)
+    return b_slot, b_phase, stage, s_phase, tick
+
+
+@gluon.jit
+def consume(
+    i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
+    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+    D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
+    THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, RAGGED: gl.constexpr,
+    MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+    USE_C: gl.constexpr, USE_W: gl.constexpr,
+    USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
+    WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
+):  # fmt: skip
+    HQ, GROUP, LQ, LK = call[1], call[2], call[3], call[4]
+    PADDED_A: gl.constexpr = QUERY_LENGTHS if ROW else KEY_LENGTHS
+    PADDED_B: gl.constexpr = KEY_LENGTHS if ROW else QUERY_LENGTHS
+    HA = HQ if ROW else HQ // GROUP
+    LA = LQ if ROW else LK
+    LB = LK if ROW else LQ
+    b_slot = 0
+    b_phase = 0
+    stage = 0
+    s_phase = 0
+    tick = 0
+    a_phase = 0
+    for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+        i_b, i_a, a_row, i_stream, group, sight, tiles_of = own(
+            i, call, GROUPS, T, ROW, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS
+        )  # fmt: skip
+        if tiles_of[0] + tiles_of[1] > 0:
+            mbarrier.wait(a_full, a_phase)
+            a_phase ^= 1
+        b_slot, b_phase, stage, s_phase, tick = consume_block(
+            i_w, a_s, c_s, ta_s, tc_s, ring, a_empty, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
+            DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row + GROUP_ROWS * i_w, tiles_of,
+            b_slot, b_phase, stage, s_phase, tick,
+            D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B,
+            USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
+        )  # fmt: skip
 
 
 @gluon.jit
 def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA, Q_LENGTHS, K_LENGTHS,
-    scale, HQ, GROUP, LQ, LK, left, right,
+    scale, n, HQ, GROUP, LQ, LK, left, right,
     DA, DC, TDA, TDC,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr,
     KEY_LENGTHS: gl.constexpr, RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
     HAS_TE: gl.constexpr, WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = GROUPS * GROUP_ROWS
     USE_C: gl.constexpr = WANT_A or WANT_TA
     USE_W: gl.constexpr = (HAS_TA or HAS_TB) and (WANT_TA or WANT_TC)
     USE_TA: gl.constexpr = HAS_TA and USE_W
     USE_TB: gl.constexpr = HAS_TB and USE_W
     USE_TC: gl.constexpr = HAS_TC and WANT_TA
     USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
-    PADDED_A: gl.constexpr = QUERY_LENGTHS if ROW else KEY_LENGTHS
-    PADDED_B: gl.constexpr = KEY_LENGTHS if ROW else QUERY_LENGTHS
-    MASKS: gl.constexpr = LEFT or RIGHT or PADDED_B or (ROW and RAGGED)
+    MASKS: gl.constexpr = LEFT or RIGHT or (KEY_LENGTHS if ROW else QUERY_LENGTHS) or (ROW and RAGGED)
     THROUGH_SHARED: gl.constexpr = not ROW and (
         WANT_TA or WANT_TC or GROUPS == 3
     )  # else the few that are needed come straight from memory, if there are registers for them
     if not ROW and not RAGGED:
         LQ = LQ // T * T  # as in portable/backward.py
-    LA = LQ if ROW else LK
-    LB = LK if ROW else LQ
-    HA = HQ if ROW else HQ // GROUP
-    n_a = gl.cdiv(LA, ROWS)
-    i, i_ba = own_block(n_a, RIGHT, ROW)
-    i_b = i_ba // HA
-    i_a = i_ba % HA
-    a_row = i * ROWS
-    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
-    sight = (query_end, key_end, left, right)
-    # the streamed rows start … stop that some resident row sees, or is seen by, and of them those that all do
-    if ROW:
-        group = 1
-        i_stream = i_a // GROUP
-        start, first, whole, stop = key_bounds(a_row, ROWS, key_end, left, right, LEFT, RIGHT)
-    else:
-        group = GROUP
-        i_stream = i_a * GROUP
-        start = 0
-        first = 0
-        stop = query_end
-        whole = query_end if QUERY_LENGTHS else query_end + T - 1  # absent queries are hidden by their ℓ = +∞
-        if RIGHT:
-            start = a_row - right
-            first = a_row + ROWS - 1 - right
-        if LEFT:
-            whole = gl.minimum(whole, a_row + left + 1)
-            stop = gl.minimum(stop, a_row + ROWS + left)
-    if PADDED_A:
-        if a_row >= (query_end if ROW else key_end):
-            stop = 0
-    tiles_of = span(start, first, whole, stop, T, MASKS)
+    call = (n, HQ, GROUP, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS)
 
     a_s = tiles(a_d, GROUPS)
     c_s = tiles(c_d, GROUPS) if USE_C else a_s
@@ -373,7 +427,8 @@ def backward(
     BLOCKS: gl.constexpr = 2 if USE_TB or USE_TE else 1
     PAIRS: gl.constexpr = SLOTS // BLOCKS
     ring = tiles(b_d, PAIRS, BLOCKS)
-    a_bar = barriers(1, 1).index(0)
+    a_full = barriers(1, 1).index(0)
+    a_empty = barriers(1, GROUPS).index(0)
     full = barriers(PAIRS, 1)
     empty = barriers(PAIRS, GROUPS)
     # none that is not used: its memory would be given to others
@@ -390,52 +445,40 @@ def backward(
     fence_async_shared()
     if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
-            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
-                       T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
-                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
-                       USE_TC, USE_TE,
+            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
+                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
-            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
-                       T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
-                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
-                       USE_TC, USE_TE,
+            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
+                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-                       a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, query_end,
-                       i_b, i_a, i_stream,
-                       a_row, tiles_of,
-                       T, PAIRS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
+                       a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call,
+                       T, PAIRS, GROUPS, ROW, THROUGH_SHARED, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS,
+                       USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
-                       T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
-                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
-                       USE_TC, USE_TE,
+            (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
+                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
-            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
-                       T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
-                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
-                       USE_TC, USE_TE,
+            (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
+                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
-            (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA,
-                       T_DELTA,
-                       DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row,
-                       tiles_of, D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED,
-                       TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B, USE_C, USE_W, USE_TA, USE_TB,
-                       USE_TC, USE_TE,
+            (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
+                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-                       a_s, c_s, ta_s, tc_s, ring, a_bar, full, empty, stats, s_full, s_empty, HQ, group, LQ, query_end,
-                       i_b, i_a, i_stream,
-                       a_row, tiles_of,
-                       T, PAIRS, GROUPS, THROUGH_SHARED, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
+                       a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call,
+                       T, PAIRS, GROUPS, ROW, THROUGH_SHARED, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS,
+                       USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -1,6 +1,6 @@
 """Forward, with its tangent where one is asked for, and the tangent alone.  The formulas are those of `portable/forward.py`.
 
-A program owns 64 queries for each of its consumer warpgroups, of which there are GROUPS, two or three.  With a tangent, the
+A block is 64 queries for each of the consumer warpgroups, of which there are GROUPS, two or three.  With a tangent, the
 products of Ṡ and of P V̇ run while the softmax and P∘Ṡ are computed; without, the next tile's scores are issued before this
 tile's P V (FlashAttention-3's order, arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, so that one
 computes while the others multiply.  Tiles that every query sees whole come first, then those that need a mask.
@@ -32,6 +32,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     own_block,
     product_layout,
     reach,
+    release,
     scaled,
     score_product,
     settled,
@@ -50,22 +51,52 @@ LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothi
 
 
 @gluon.jit
-def produce(
-    q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
-    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr,
-    HAS_TV: gl.constexpr,
+def own(
+    i, call,
+    ROWS: gl.constexpr, BN: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
 ):  # fmt: skip
-    mbarrier.expect(q_bar, (2 * GROUPS if HAS_TQ else GROUPS) * q_d.block_type.nbytes)
-    load_resident(q_d, i_b, i_h, q_row, q_bar, q_s, GROUPS)
-    if HAS_TQ:
-        load_resident(tq_d, i_b, i_h, q_row, q_bar, tq_s, GROUPS)
+    """(batch entry, query head, first query, what is seen, tiles to visit) of block number i."""
+    n, HQ, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS = call
+    i_m, i_bh = own_block(i, n, gl.cdiv(LQ, ROWS), RIGHT, True)
+    i_b = i_bh // HQ
+    q_row = i_m * ROWS
+    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
+    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, left, right, LEFT, RIGHT)
+    if QUERY_LENGTHS:
+        if q_row >= query_end:
+            stop = 0
+    sight = (query_end, key_end, left, right)
+    return i_b, i_bh % HQ, q_row, sight, span(start, first, whole, stop, BN, MASKS)
+
+
+@gluon.jit
+def produce(
+    q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+):  # fmt: skip
     slot = 0
     phase = 1
-    plain, masked, start, first, end = tiles_of
-    for t in range(plain + masked):
-        j = visited_tile(t, plain, start, first, end)
-        slot, phase = load_tile(k_d, tk_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, HAS_TK)
-        slot, phase = load_tile(v_d, tv_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, HAS_TV)
+    q_phase = 1
+    for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+        i_b, i_h, q_row, _, tiles_of = own(
+            i, call, GROUPS * GROUP_ROWS, BN, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS
+        )  # fmt: skip
+        i_k = i_h // GROUP
+        plain, masked, start, first, end = tiles_of
+        for t in range(plain + masked):
+            j = visited_tile(t, plain, start, first, end)
+            slot, phase = load_tile(k_d, tk_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, HAS_TK)
+            if t == 0:
+                mbarrier.wait(q_empty, q_phase)
+                mbarrier.expect(q_full, (2 * GROUPS if HAS_TQ else GROUPS) * q_d.block_type.nbytes)
+                load_resident(q_d, i_b, i_h, q_row, q_full, q_s, GROUPS)
+                if HAS_TQ:
+                    load_resident(tq_d, i_b, i_h, q_row, q_full, tq_s, GROUPS)
+                q_phase ^= 1
+            slot, phase = load_tile(v_d, tv_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, HAS_TV)
 
 
 @gluon.jit
@@ -124,8 +155,8 @@ def softmax(
 
 @gluon.jit
 def consume_dual(
-    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-    q_row, tiles_of,
+    w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+    row, tiles_of, k_slot, k_phase, tick,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
@@ -136,31 +167,27 @@ def consume_dual(
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
-    row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
+    first_tick = tick
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     b_to = sums(C)
-    mbarrier.wait(q_bar, 0)
     c_s = center.index(w)  # in registers it would crowd others out
-    k_slot = 0
-    k_phase = 0
-    tick = 0
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
             for t in range(masked if MASKED else plain):
                 j = masked_tile(t, start, first, end) if MASKED else first + t
                 # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
-                q = matrix(q_s, w + (tick >> 20), GROUP_ROWS, D)
+                q = matrix(q_s, w + (tick >> 30), GROUP_ROWS, D)
                 v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
                 kk = matrix(ring, k_slot, BLOCKS * BN, D)
                 vv = matrix(ring, v_slot, BLOCKS * BN, D)
                 v, tv = vv.slice(0, BN, 0), vv.slice(BN, BN, 0) if HAS_TV else vv
 
                 mbarrier.wait(full.index(k_slot), k_phase)
-                tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
+                tq = matrix(tq_s, w + (tick >> 30), GROUP_ROWS, D)
                 b_s, b_ts = scores(
                     w, q, tq, kk, turn, tick, scale, C, D, BN, GROUPS, TURNS, HAS_TQ, HAS_TK
                 )  # fmt: skip
@@ -183,7 +210,7 @@ def consume_dual(
                         clean(tv, j * BN, sight[1], BN, D)
                     b_to = accumulated(p, tv, b_to, C)
                 if HAS_TS:  # behind the products just issued
-                    if tick == 0:
+                    if tick == first_tick:
                         c_s.store(tangent_center(b_ts, gl.minimum(sight[1] - j * BN, BN), scale))
                     b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
                     b_mu = b_mu * alpha + gl.sum(b_pt, 1)
@@ -197,6 +224,7 @@ def consume_dual(
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 tick += 1
+    release(q_empty, plain + masked)
 
     if EMPTY:  # rows that see nothing, and padding
         nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
@@ -218,12 +246,13 @@ def consume_dual(
     if EMPTY:
         b_mu = gl.where(nothing, 0.0, b_mu)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
+    return k_slot, k_phase, tick
 
 
 @gluon.jit
 def consume_tangent(
-    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-    q_row, tiles_of,
+    w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
+    row, tiles_of, k_slot, k_phase, tick,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
@@ -235,30 +264,26 @@ def consume_tangent(
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
-    row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
+    first_tick = tick
     o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
     b_lse = gl.load(LSE + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
     lse2 = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_to = sums(C)
-    mbarrier.wait(q_bar, 0)
     c_s = center.index(w)
-    k_slot = 0
-    k_phase = 0
-    tick = 0
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
             for t in range(masked if MASKED else plain):
                 j = masked_tile(t, start, first, end) if MASKED else first + t
-                q = matrix(q_s, w + (tick >> 20), GROUP_ROWS, D)  # as in `consume_dual`
+                q = matrix(q_s, w + (tick >> 30), GROUP_ROWS, D)  # as in `consume_dual`
                 v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
                 kk = matrix(ring, k_slot, BLOCKS * BN, D)
                 vv = matrix(ring, v_slot, BLOCKS * BN, D)
                 v, tv = vv.slice(0, BN, 0), vv.slice(BN, BN, 0) if HAS_TV else vv
 
                 mbarrier.wait(full.index(k_slot), k_phase)
-                tq = matrix(tq_s, w + (tick >> 20), GROUP_ROWS, D)
+                tq = matrix(tq_s, w + (tick >> 30), GROUP_ROWS, D)
                 b_s, b_ts = scores(
                     w, q, tq, kk, turn, tick, scale, C, D, BN, GROUPS, TURNS, HAS_TQ, HAS_TK
                 )  # fmt: skip
@@ -282,7 +307,7 @@ def consume_tangent(
                         clean(tv, j * BN, sight[1], BN, D)
                     b_to = accumulated(p, tv, b_to, C)
                 if HAS_TS:  # behind the product just issued
-                    if tick == 0:
+                    if tick == first_tick:
                         c_s.store(tangent_center(b_ts, gl.minimum(sight[1] - j * BN, BN), scale))
                     b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
                     b_mu += gl.sum(b_pt, 1)
@@ -294,6 +319,7 @@ def consume_tangent(
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 tick += 1
+    release(q_empty, plain + masked)
 
     if HAS_TS:
         b_to = without(b_to, b_mu, load_rows(O, i_b, i_h, HQ, row, LQ, C))
@@ -304,6 +330,7 @@ def consume_tangent(
         b_to = zeroed(b_to, nothing)
     store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
+    return k_slot, k_phase, tick
 
 
 @gluon.jit
@@ -314,7 +341,8 @@ def store_statistics(X, i_bh, row, LQ, b_x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def consume_plain(
-    w: gl.constexpr, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, q_row, tiles_of,
+    w: gl.constexpr, q_s, ring, q_empty, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, row, tiles_of,
+    k_slot, k_phase, tick,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
@@ -322,17 +350,12 @@ def consume_plain(
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    row = q_row + GROUP_ROWS * w
     plain, masked, start, first, end = tiles_of
     q = matrix(q_s, w, GROUP_ROWS, D)
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
-    mbarrier.wait(q_bar, 0)
-    k_slot = 0
-    k_phase = 0
-    tick = 0
     for MASKED in gl.static_range(2):
         n = masked if MASKED else plain
         # P is handed from one tile to the next but not from one loop to the other, where it would lose its packed registers
@@ -380,6 +403,7 @@ def consume_plain(
             b_o, p = settled(b_o, p)
             mbarrier.arrive(empty.index(v_slot), count=1)
             k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
+    release(q_empty, plain + masked)
     b_lse = (b_m + gl.log2(b_l)) * LN2
     if EMPTY:
         b_l = gl.where(b_l == 0.0, 1.0, b_l)
@@ -390,66 +414,65 @@ def consume_plain(
         b_o = zeroed(b_o, nothing)
     store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
     store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
+    return k_slot, k_phase, tick
 
 
 @gluon.jit
 def consume(
-    w: gl.constexpr, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-    q_row, tiles_of,
+    w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
+    MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+    EMPTY: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
-    if LINEAR:
-        consume_tangent(
-            w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, q_row,
-            tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV,
+    HQ, LQ = call[1], call[2]
+    k_slot = 0
+    k_phase = 0
+    tick = 0
+    q_phase = 0
+    for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+        i_b, i_h, q_row, sight, tiles_of = own(
+            i, call, GROUPS * GROUP_ROWS, BN, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS
         )  # fmt: skip
-    elif HAS_TQ or HAS_TK or HAS_TV:
-        consume_dual(
-            w, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, q_row,
-            tiles_of, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK, HAS_TV,
-        )  # fmt: skip
-    else:
-        consume_plain(
-            w, q_s, ring, q_bar, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, q_row, tiles_of,
-            D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY,
-        )  # fmt: skip
+        row = q_row + GROUP_ROWS * w
+        if tiles_of[0] + tiles_of[1] > 0:
+            mbarrier.wait(q_full, q_phase)
+            q_phase ^= 1
+        if LINEAR:
+            k_slot, k_phase, tick = consume_tangent(
+                w, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
+                tiles_of, k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, KEY_LENGTHS, EMPTY,
+                HAS_TQ, HAS_TK, HAS_TV,
+            )  # fmt: skip
+        elif HAS_TQ or HAS_TK or HAS_TV:
+            k_slot, k_phase, tick = consume_dual(
+                w, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
+                tiles_of, k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, KEY_LENGTHS, EMPTY,
+                HAS_TQ, HAS_TK, HAS_TV,
+            )  # fmt: skip
+        else:
+            k_slot, k_phase, tick = consume_plain(
+                w, q_s, ring, q_empty, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, row, tiles_of, k_slot,
+                k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, KEY_LENGTHS, EMPTY,
+            )  # fmt: skip
 
 
 @gluon.jit
 def attend(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, left, right,
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, n, HQ, GROUP, LQ, LK, left, right,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
-    """The program of both kernels: what it owns, its shared memory, its warps."""
-    ROWS: gl.constexpr = GROUPS * GROUP_ROWS
+    """The program of both kernels: its shared memory, its warps."""
     MASKS: gl.constexpr = RIGHT or LEFT or KEY_LENGTHS or RAGGED
-    PADDED: gl.constexpr = KEY_LENGTHS
-    n_m = gl.cdiv(LQ, ROWS)
-    i_m, i_bh = own_block(n_m, RIGHT, True)
-    i_b = i_bh // HQ
-    i_h = i_bh % HQ
-    i_k = i_h // GROUP
-    q_row = i_m * ROWS
-    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
-    sight = (query_end, key_end, left, right)
-    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, left, right, LEFT, RIGHT)
-    if QUERY_LENGTHS:
-        if q_row >= query_end:
-            stop = 0
-    plain, masked, start, first, end = span(start, first, whole, stop, BN, MASKS)
-    tiles_of = (plain, masked, start, first, end)
-
+    call = (n, HQ, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS)
     q_s = tiles(q_d, GROUPS)
     tq_s = tiles(q_d, GROUPS) if HAS_TQ else q_s
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
     PAIRS: gl.constexpr = SLOTS // BLOCKS
     ring = tiles(k_d, PAIRS, BLOCKS)
-    q_bar = barriers(1, 1).index(0)
+    q_full = barriers(1, 1).index(0)
+    q_empty = barriers(1, GROUPS).index(0)
     full = barriers(PAIRS, 1)
     empty = barriers(PAIRS, GROUPS)
     turn = barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
@@ -461,42 +484,42 @@ def attend(
     fence_async_shared()
     if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
-                       HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
-                       HAS_TV, LINEAR)),
-            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
-                       BN, PAIRS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
+            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+                       BN, PAIRS, GROUPS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
-                       HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
-                       HAS_TV, LINEAR)),
-            (consume, (2, q_s, tq_s, ring, q_bar, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-                       q_row, tiles_of, D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, PADDED, EMPTY, HAS_TQ, HAS_TK,
-                       HAS_TV, LINEAR)),
-            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_bar, full, empty, i_b, i_h, i_k, q_row, tiles_of,
-                       BN, PAIRS, GROUPS, HAS_TQ, HAS_TK, HAS_TV)),
+            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (consume, (2, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
+            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+                       BN, PAIRS, GROUPS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 @gluon.jit
 def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS,
-    scale, HQ, GROUP, LQ, LK, left, right,
+    scale, n, HQ, GROUP, LQ, LK, left, right,
     O, LSE, TO, MU,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, left, right,
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, n, HQ, GROUP, LQ, LK, left, right,
         D, C, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, False,
     )  # fmt: skip
 
@@ -504,13 +527,13 @@ def forward(
 @gluon.jit
 def tangent(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE,
-    scale, HQ, GROUP, LQ, LK, left, right,
+    scale, n, HQ, GROUP, LQ, LK, left, right,
     TO, MU,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, HQ, GROUP, LQ, LK, left, right,
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, n, HQ, GROUP, LQ, LK, left, right,
         D, C, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, True,
     )  # fmt: skip

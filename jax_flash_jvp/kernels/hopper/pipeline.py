@@ -158,13 +158,12 @@ def halves(b_x, T: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def own_block(n_blocks, RIGHT: gl.constexpr, FROM_END: gl.constexpr):
-    """(block, batch entry and head) of this program.  Under causality the longest blocks, first or last, of a few heads go before
-    the shorter: head after head, the last ones would begin a long block when others are done."""
-    i = gl.program_id(0)
+def own_block(i, n, n_blocks, RIGHT: gl.constexpr, FROM_END: gl.constexpr):
+    """(block, batch entry and head) of number i of n.  Under causality the longest blocks, first or last, of a few heads go
+    before the shorter: head after head, the last ones would begin a long block when others are done."""
     if RIGHT:
         first = i // (TOGETHER * n_blocks) * TOGETHER
-        heads = gl.minimum(gl.num_programs(0) // n_blocks - first, TOGETHER)
+        heads = gl.minimum(n // n_blocks - first, TOGETHER)
         i -= first * n_blocks
         block = i // heads
         if FROM_END:
@@ -287,6 +286,13 @@ def load_resident(desc, i_b, i_h, row, bar, buffer, GROUPS: gl.constexpr):
     """The rows of all consumer warpgroups."""
     for w in gl.static_range(GROUPS):
         async_load(desc, [i_b, i_h, row + GROUP_ROWS * w, 0], bar, buffer.index(w))
+
+
+@gluon.jit
+def release(empty, n_tiles):
+    """Resident rows, which were loaded if there was a tile to visit with them."""
+    if n_tiles > 0:
+        mbarrier.arrive(empty, count=1)
 
 
 @gluon.jit
