@@ -279,7 +279,7 @@ vars(hopper).update(
         MBarrierLayout=lambda: "barriers",
         init=lambda bar, count: bar.init(count),
         wait=lambda bar, parity: bar.wait(parity),
-        arrive=lambda bar, count: bar.update(arrivals=count),
+        arrive=lambda bar, count, pred=True: bar.update(arrivals=count) if pred else None,
         expect=lambda bar, size: bar.update(arrivals=1, announced=size),
     ),
     tma=types.SimpleNamespace(async_load=lambda descriptor, at, bar, target: descriptor.copy(at, bar, target)),

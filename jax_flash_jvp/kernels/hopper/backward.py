@@ -26,6 +26,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     LOG2E,
     accumulated,
     advance,
+    alike,
     barriers,
     clean,
     halves,
@@ -33,11 +34,11 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_resident,
     load_tile,
     masked_tile,
+    masks,
     matrix,
     own_block,
     product_layout,
     reach,
-    release,
     scaled,
     score_product,
     settled,
@@ -48,7 +49,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     visible,
     zeroed,
 )
-from jax_flash_jvp.kernels.portable.scores import parts
+from jax_flash_jvp.kernels.portable.scores import has, parts
 
 
 @gluon.jit
@@ -78,8 +79,7 @@ def row_statistic(X, x, m_x, other: gl.constexpr):
 @gluon.jit
 def own(
     i, call,
-    GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+    GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """(batch entry, resident head, first resident row, first streamed head, number of these, what is seen, tiles to visit) of
     block number i."""
@@ -87,34 +87,83 @@ def own(
     n, HQ, GROUP, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS = call
     LA = LQ if ROW else LK
     HA = HQ if ROW else HQ // GROUP
-    i_block, i_ba = own_block(i, n, gl.cdiv(LA, ROWS), RIGHT, ROW)
+    i_block, i_ba = own_block(i, n, gl.cdiv(LA, ROWS), ROW, FEATURES)
     i_b = i_ba // HA
     i_a = i_ba % HA
     a_row = i_block * ROWS
-    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
+    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, FEATURES)
     sight = (query_end, key_end, left, right)
     # the streamed rows start … stop that some resident row sees, or is seen by, and of them those that all do
     if ROW:
         group = 1
         i_stream = i_a // GROUP
-        start, first, whole, stop = key_bounds(a_row, ROWS, key_end, left, right, LEFT, RIGHT)
+        start, first, whole, stop = key_bounds(a_row, ROWS, key_end, left, right, FEATURES)
     else:
         group = GROUP
         i_stream = i_a * GROUP
         start = 0
         first = 0
         stop = query_end
-        whole = query_end if QUERY_LENGTHS else query_end + T - 1  # absent queries are hidden by their ℓ = +∞
-        if RIGHT:
+        whole = query_end if has(FEATURES, "query_lengths") else query_end + T - 1  # absent queries are hidden by their ℓ = +∞
+        if has(FEATURES, "right"):
             start = a_row - right
             first = a_row + ROWS - 1 - right
-        if LEFT:
+        if has(FEATURES, "left"):
             whole = gl.minimum(whole, a_row + left + 1)
             stop = gl.minimum(stop, a_row + ROWS + left)
-    if QUERY_LENGTHS if ROW else KEY_LENGTHS:
+    if has(FEATURES, "query_lengths" if ROW else "key_lengths"):
         if a_row >= (query_end if ROW else key_end):
             stop = 0
     return i_b, i_a, a_row, i_stream, group, sight, span(start, first, whole, stop, T, MASKS)
+
+
+@gluon.jit
+def produce_block(
+    i, a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
+    a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call, slot, phase, stage, s_phase, a_phase,
+    T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr, THROUGH_SHARED: gl.constexpr,
+    MASKS: gl.constexpr, FEATURES: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr,
+    USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
+):  # fmt: skip
+    COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
+    HQ, LQ = call[1], call[3]
+    i_b, i_a, a_row, i_stream, group, sight, tiles_of = own(i, call, GROUPS, T, ROW, MASKS, FEATURES)
+    plain, masked, start, first, end = tiles_of
+    loaded = 0
+    for MASKED in gl.static_range(2):
+        for i_g in range(group):
+            i_h = i_stream + i_g
+            for t in range(masked if MASKED else plain):
+                row = (masked_tile(t, start, first, end) if MASKED else first + t) * T
+                if THROUGH_SHARED:
+                    o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
+                    x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
+                    mbarrier.wait(s_empty.index(stage), s_phase)
+                    stage_column(LSE2, x, o_m < sight[0], float("inf"), stats, 4 * stage)
+                    if USE_W:
+                        stage_column(MU, x, o_m < sight[0], 0.0, stats, 4 * stage + 1)
+                    if USE_C:
+                        stage_column(DELTA, x, o_m < sight[0], 0.0, stats, 4 * stage + 2)
+                    if WANT_TA:
+                        stage_column(T_DELTA, x, o_m < sight[0], 0.0, stats, 4 * stage + 3)
+                    mbarrier.arrive(s_full.index(stage), count=1)
+                    stage, s_phase = advance(stage, s_phase, 2)
+                slot, phase = load_tile(b_d, tb_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TB)
+                slot, phase = load_tile(e_d, te_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TE)
+                if loaded == 0:  # behind the first tiles, as in forward.py
+                    for w in gl.static_range(GROUPS):
+                        bar = a_full.index(w)
+                        mbarrier.wait(a_empty.index(w), a_phase)
+                        mbarrier.expect(bar, COUNT * a_d.block_type.nbytes)
+                        load_resident(a_d, i_b, i_a, a_row, bar, a_s, w)
+                        if USE_C:
+                            load_resident(c_d, i_b, i_a, a_row, bar, c_s, w)
+                        if USE_TA:
+                            load_resident(ta_d, i_b, i_a, a_row, bar, ta_s, w)
+                        if USE_TC:
+                            load_resident(tc_d, i_b, i_a, a_row, bar, tc_s, w)
+                    loaded = 1
+    return slot, phase, stage, s_phase
 
 
 @gluon.jit
@@ -122,65 +171,37 @@ def produce(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
     a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call,
     T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr, THROUGH_SHARED: gl.constexpr,
-    MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
-    USE_C: gl.constexpr, USE_W: gl.constexpr,
+    MASKS: gl.constexpr, FEATURES: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr,
     USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
 ):  # fmt: skip
-    COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
-    HQ, LQ = call[1], call[3]
     slot = 0
     phase = 1
     stage = 0
     s_phase = 1
     a_phase = 1
-    for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
-        i_b, i_a, a_row, i_stream, group, sight, tiles_of = own(
-            i, call, GROUPS, T, ROW, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS
+    if alike(FEATURES):
+        for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+            slot, phase, stage, s_phase = produce_block(
+                i, a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA, a_s, c_s, ta_s, tc_s, ring,
+                a_full, a_empty, full, empty, stats, s_full, s_empty, call, slot, phase, stage, s_phase, a_phase,
+                T, SLOTS, GROUPS, ROW, THROUGH_SHARED, MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA,
+            )  # fmt: skip
+            a_phase ^= 1
+    else:
+        produce_block(
+            gl.program_id(0), a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA, a_s, c_s, ta_s, tc_s, ring,
+            a_full, a_empty, full, empty, stats, s_full, s_empty, call, slot, phase, stage, s_phase, a_phase,
+            T, SLOTS, GROUPS, ROW, THROUGH_SHARED, MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA,
         )  # fmt: skip
-        plain, masked, start, first, end = tiles_of
-        waiting = 1
-        for MASKED in gl.static_range(2):
-            for i_g in range(group):
-                i_h = i_stream + i_g
-                for t in range(masked if MASKED else plain):
-                    row = (masked_tile(t, start, first, end) if MASKED else first + t) * T
-                    if THROUGH_SHARED:
-                        o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
-                        x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
-                        mbarrier.wait(s_empty.index(stage), s_phase)
-                        stage_column(LSE2, x, o_m < sight[0], float("inf"), stats, 4 * stage)
-                        if USE_W:
-                            stage_column(MU, x, o_m < sight[0], 0.0, stats, 4 * stage + 1)
-                        if USE_C:
-                            stage_column(DELTA, x, o_m < sight[0], 0.0, stats, 4 * stage + 2)
-                        if WANT_TA:
-                            stage_column(T_DELTA, x, o_m < sight[0], 0.0, stats, 4 * stage + 3)
-                        mbarrier.arrive(s_full.index(stage), count=1)
-                        stage, s_phase = advance(stage, s_phase, 2)
-                    slot, phase = load_tile(b_d, tb_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TB)
-                    if waiting == 1:
-                        mbarrier.wait(a_empty, a_phase)
-                        mbarrier.expect(a_full, GROUPS * COUNT * a_d.block_type.nbytes)
-                        load_resident(a_d, i_b, i_a, a_row, a_full, a_s, GROUPS)
-                        if USE_C:
-                            load_resident(c_d, i_b, i_a, a_row, a_full, c_s, GROUPS)
-                        if USE_TA:
-                            load_resident(ta_d, i_b, i_a, a_row, a_full, ta_s, GROUPS)
-                        if USE_TC:
-                            load_resident(tc_d, i_b, i_a, a_row, a_full, tc_s, GROUPS)
-                        a_phase ^= 1
-                        waiting = 0
-                    slot, phase = load_tile(e_d, te_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TE)
 
 
 @gluon.jit
 def consume_block(
-    i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_empty, full, empty, stats, s_full, s_empty, turn,
-    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, HA, GROUP, LA, LB, sight, i_b, i_a, i_stream, HQ, a_start, tiles_of,
-    b_slot, b_phase, stage, s_phase, tick,
+    i, i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
+    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, b_slot, b_phase, stage, s_phase, tick, a_phase,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
-    THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    RAGGED: gl.constexpr, MASKS: gl.constexpr, PADDED_A: gl.constexpr, PADDED_B: gl.constexpr,
+    THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, FEATURES: gl.constexpr,
+    RAGGED: gl.constexpr, MASKS: gl.constexpr,
     USE_C: gl.constexpr, USE_W: gl.constexpr, USE_TA: gl.constexpr,
     USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
@@ -189,12 +210,21 @@ def consume_block(
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     x_l: gl.constexpr = gl.SliceLayout(1 if ROW else 0, s_l)
     BLOCKS: gl.constexpr = 2 if USE_TB or USE_TE else 1
+    PADDED_A: gl.constexpr = has(FEATURES, "query_lengths" if ROW else "key_lengths")
+    PADDED_B: gl.constexpr = has(FEATURES, "key_lengths" if ROW else "query_lengths")
     # so many products of each kind are in flight when another is waited for
     N_TS: gl.constexpr = parts(C) if USE_TA else 0
     N_P: gl.constexpr = parts(C) * ((1 if WANT_C else 0) + (1 if WANT_TC and USE_TE else 0))
     N_DS: gl.constexpr = parts(C) * ((1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0))
     N_PW: gl.constexpr = parts(C) if WANT_TC and USE_W else 0
     dtype: gl.constexpr = a_s.dtype
+    HQ, GROUP, LQ, LK = call[1], call[2], call[3], call[4]
+    HA = HQ if ROW else HQ // GROUP
+    LA = LQ if ROW else LK
+    LB = LK if ROW else LQ
+    i_b, i_a, a_row, i_stream, group, sight, tiles_of = own(i, call, GROUPS, T, ROW, MASKS, FEATURES)
+    plain, masked, start, first, end = tiles_of
+    a_start = a_row + GROUP_ROWS * i_w
     b_da = sums(C)
     b_dc = sums(C)
     b_tda = sums(C)
@@ -213,10 +243,11 @@ def consume_block(
     per_scale = 1 / scale
     end_a = sight[0] if ROW else sight[1]
     end_b = sight[1] if ROW else sight[0]
-    plain, masked, start, first, end = tiles_of
+    if plain + masked > 0:
+        mbarrier.wait(a_full.index(i_w), a_phase)
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
-            for i_g in range(GROUP):
+            for i_g in range(group):
                 x_g = (i_b * HQ + i_stream + i_g).to(gl.int64) * LB
                 for t in range(masked if MASKED else plain):
                     j = masked_tile(t, start, first, end) if MASKED else first + t
@@ -241,7 +272,7 @@ def consume_block(
                             clean(te, j * T, end_b, T, D)
 
                     if not ROW and not THROUGH_SHARED:
-                        lse2 = column(LSE2 + x_g, j * T, end_b, float("inf"), T, RAGGED, x_l)
+                        lse2 = column(LSE2 + x_g, j * T, end_b, float("inf"), T, RAGGED or PADDED_B, x_l)
                     mbarrier.wait(full.index(b_slot), b_phase)
                     if TURNS:
                         mbarrier.wait(turn.index(i_w), tick & 1)
@@ -266,7 +297,7 @@ def consume_block(
                     if USE_TB:
                         b_s, b_ts = halves(b_s, T, s_l)
                     if MASKED:
-                        b_s = gl.where(visible(a_start, j * T, sight, T, ROW, LEFT, RIGHT, s_l), b_s, -float("inf"))
+                        b_s = gl.where(visible(a_start, j * T, sight, T, ROW, FEATURES, s_l), b_s, -float("inf"))
                     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
                     if N_P > 0:
                         p = gl.convert_layout(b_p.to(dtype), p_l)
@@ -285,7 +316,7 @@ def consume_block(
                         if THROUGH_SHARED:
                             delta = staged_column(stats, 4 * stage + 2, x_l)
                         elif not ROW:
-                            delta = column(DELTA + x_g, j * T, end_b, 0.0, T, RAGGED, x_l)
+                            delta = column(DELTA + x_g, j * T, end_b, 0.0, T, RAGGED or PADDED_B, x_l)
                         b_dp = warpgroup_mma_wait(N_TS + N_P, deps=[b_dp])
                         b_tdp = zero
                         if WANT_TA and USE_TE:
@@ -337,7 +368,7 @@ def consume_block(
                     mbarrier.arrive(empty.index(e_slot), count=1)
                     b_slot, b_phase = advance(e_slot, e_phase, SLOTS)
                     tick += 1
-    release(a_empty, plain + masked)
+    mbarrier.arrive(a_empty.index(i_w), count=1)
 
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
     factor = gl.full([GROUP_ROWS], scale, gl.float32, gl.SliceLayout(1, s_l))
@@ -363,35 +394,31 @@ def consume(
     LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, RAGGED: gl.constexpr,
-    MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+    MASKS: gl.constexpr, FEATURES: gl.constexpr,
     USE_C: gl.constexpr, USE_W: gl.constexpr,
     USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
-    HQ, GROUP, LQ, LK = call[1], call[2], call[3], call[4]
-    PADDED_A: gl.constexpr = QUERY_LENGTHS if ROW else KEY_LENGTHS
-    PADDED_B: gl.constexpr = KEY_LENGTHS if ROW else QUERY_LENGTHS
-    HA = HQ if ROW else HQ // GROUP
-    LA = LQ if ROW else LK
-    LB = LK if ROW else LQ
     b_slot = 0
     b_phase = 0
     stage = 0
     s_phase = 0
     tick = 0
     a_phase = 0
-    for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
-        i_b, i_a, a_row, i_stream, group, sight, tiles_of = own(
-            i, call, GROUPS, T, ROW, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS
-        )  # fmt: skip
-        if tiles_of[0] + tiles_of[1] > 0:
-            mbarrier.wait(a_full, a_phase)
+    if alike(FEATURES):
+        for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+            b_slot, b_phase, stage, s_phase, tick = consume_block(
+                i, i_w, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
+                LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, b_slot, b_phase, stage, s_phase, tick, a_phase,
+                D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, MASKS,
+                USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
+            )  # fmt: skip
             a_phase ^= 1
-        b_slot, b_phase, stage, s_phase, tick = consume_block(
-            i_w, a_s, c_s, ta_s, tc_s, ring, a_empty, full, empty, stats, s_full, s_empty, turn, LSE2, MU, DELTA, T_DELTA,
-            DA, DC, TDA, TDC, scale, HA, group, LA, LB, sight, i_b, i_a, i_stream, HQ, a_row + GROUP_ROWS * i_w, tiles_of,
-            b_slot, b_phase, stage, s_phase, tick,
-            D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, TURNS, LEFT, RIGHT, RAGGED or PADDED_B, MASKS, PADDED_A, PADDED_B,
+    else:
+        consume_block(
+            gl.program_id(0), i_w, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
+            LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, b_slot, b_phase, stage, s_phase, tick, a_phase,
+            D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, MASKS,
             USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
         )  # fmt: skip
 
@@ -402,8 +429,7 @@ def backward(
     scale, n, HQ, GROUP, LQ, LK, left, right,
     DA, DC, TDA, TDC,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
-    TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr,
-    KEY_LENGTHS: gl.constexpr, RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
+    TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
     HAS_TE: gl.constexpr, WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
     USE_C: gl.constexpr = WANT_A or WANT_TA
@@ -412,7 +438,7 @@ def backward(
     USE_TB: gl.constexpr = HAS_TB and USE_W
     USE_TC: gl.constexpr = HAS_TC and WANT_TA
     USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
-    MASKS: gl.constexpr = LEFT or RIGHT or (KEY_LENGTHS if ROW else QUERY_LENGTHS) or (ROW and RAGGED)
+    MASKS: gl.constexpr = masks(FEATURES, ROW, RAGGED)
     THROUGH_SHARED: gl.constexpr = not ROW and (
         WANT_TA or WANT_TC or GROUPS == 3
     )  # else the few that are needed come straight from memory, if there are registers for them
@@ -427,8 +453,8 @@ def backward(
     BLOCKS: gl.constexpr = 2 if USE_TB or USE_TE else 1
     PAIRS: gl.constexpr = SLOTS // BLOCKS
     ring = tiles(b_d, PAIRS, BLOCKS)
-    a_full = barriers(1, 1).index(0)
-    a_empty = barriers(1, GROUPS).index(0)
+    a_full = barriers(GROUPS, 1)
+    a_empty = barriers(GROUPS, 1)
     full = barriers(PAIRS, 1)
     empty = barriers(PAIRS, GROUPS)
     # none that is not used: its memory would be given to others
@@ -448,16 +474,16 @@ def backward(
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
                        LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
-                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
                        LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
-                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
                        a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call,
-                       T, PAIRS, GROUPS, ROW, THROUGH_SHARED, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS,
+                       T, PAIRS, GROUPS, ROW, THROUGH_SHARED, MASKS, FEATURES,
                        USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
@@ -465,20 +491,20 @@ def backward(
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
                        LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
-                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
                        LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
-                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
                        LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
-                       MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
+                       MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
                        a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call,
-                       T, PAIRS, GROUPS, ROW, THROUGH_SHARED, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS,
+                       T, PAIRS, GROUPS, ROW, THROUGH_SHARED, MASKS, FEATURES,
                        USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -20,6 +20,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     LOG2E,
     accumulated,
     advance,
+    alike,
     barriers,
     clean,
     halves,
@@ -28,11 +29,11 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_rows,
     load_tile,
     masked_tile,
+    masks,
     matrix,
     own_block,
     product_layout,
     reach,
-    release,
     scaled,
     score_product,
     settled,
@@ -45,7 +46,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     without,
     zeroed,
 )
-from jax_flash_jvp.kernels.portable.scores import parts
+from jax_flash_jvp.kernels.portable.scores import has, parts
 
 LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothing has been seen yet
 
@@ -53,17 +54,16 @@ LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothi
 @gluon.jit
 def own(
     i, call,
-    ROWS: gl.constexpr, BN: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+    ROWS: gl.constexpr, BN: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """(batch entry, query head, first query, what is seen, tiles to visit) of block number i."""
     n, HQ, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS = call
-    i_m, i_bh = own_block(i, n, gl.cdiv(LQ, ROWS), RIGHT, True)
+    i_m, i_bh = own_block(i, n, gl.cdiv(LQ, ROWS), True, FEATURES)
     i_b = i_bh // HQ
     q_row = i_m * ROWS
-    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS, KEY_LENGTHS)
-    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, left, right, LEFT, RIGHT)
-    if QUERY_LENGTHS:
+    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, FEATURES)
+    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, left, right, FEATURES)
+    if has(FEATURES, "query_lengths"):
         if q_row >= query_end:
             stop = 0
     sight = (query_end, key_end, left, right)
@@ -71,32 +71,50 @@ def own(
 
 
 @gluon.jit
+def produce_block(
+    i, q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call, slot, phase, q_phase,
+    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+):  # fmt: skip
+    i_b, i_h, q_row, _, tiles_of = own(i, call, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
+    i_k = i_h // GROUP
+    plain, masked, start, first, end = tiles_of
+    for t in range(plain + masked):
+        row = visited_tile(t, plain, start, first, end) * BN
+        slot, phase = load_tile(k_d, tk_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TK)
+        slot, phase = load_tile(v_d, tv_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TV)
+        if t == 0:  # behind the first tiles, for which there is room while the block before still needs its queries
+            for w in gl.static_range(GROUPS):
+                bar = q_full.index(w)
+                mbarrier.wait(q_empty.index(w), q_phase)
+                mbarrier.expect(bar, (2 if HAS_TQ else 1) * q_d.block_type.nbytes)
+                load_resident(q_d, i_b, i_h, q_row, bar, q_s, w)
+                if HAS_TQ:
+                    load_resident(tq_d, i_b, i_h, q_row, bar, tq_s, w)
+    return slot, phase
+
+
+@gluon.jit
 def produce(
     q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
-    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, MASKS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
+    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 1
     q_phase = 1
-    for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
-        i_b, i_h, q_row, _, tiles_of = own(
-            i, call, GROUPS * GROUP_ROWS, BN, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS
+    if alike(FEATURES):
+        for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+            slot, phase = produce_block(
+                i, q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+                slot, phase, q_phase, BN, SLOTS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
+            )  # fmt: skip
+            q_phase ^= 1
+    else:
+        produce_block(
+            gl.program_id(0), q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+            slot, phase, q_phase, BN, SLOTS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
         )  # fmt: skip
-        i_k = i_h // GROUP
-        plain, masked, start, first, end = tiles_of
-        for t in range(plain + masked):
-            j = visited_tile(t, plain, start, first, end)
-            slot, phase = load_tile(k_d, tk_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, HAS_TK)
-            if t == 0:
-                mbarrier.wait(q_empty, q_phase)
-                mbarrier.expect(q_full, (2 * GROUPS if HAS_TQ else GROUPS) * q_d.block_type.nbytes)
-                load_resident(q_d, i_b, i_h, q_row, q_full, q_s, GROUPS)
-                if HAS_TQ:
-                    load_resident(tq_d, i_b, i_h, q_row, q_full, tq_s, GROUPS)
-                q_phase ^= 1
-            slot, phase = load_tile(v_d, tv_d, i_b, i_k, j * BN, ring, full, empty, slot, phase, BN, SLOTS, HAS_TV)
 
 
 @gluon.jit
@@ -141,12 +159,12 @@ def scores(
 
 @gluon.jit
 def softmax(
-    b_s, b_m, b_l, row, k_row, sight, scale, BN: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    b_s, b_m, b_l, row, k_row, sight, scale, BN: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(p, what earlier sums are to be multiplied by, maxima in base 2, sums) with these scores."""
     if MASKED:
-        b_s = gl.where(visible(row, k_row, sight, BN, True, LEFT, RIGHT, LAYOUT), b_s, -float("inf"))
+        b_s = gl.where(visible(row, k_row, sight, BN, True, FEATURES, LAYOUT), b_s, -float("inf"))
     m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
     b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(b_m - m_new)
@@ -158,8 +176,7 @@ def consume_dual(
     w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
     row, tiles_of, k_slot, k_phase, tick,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
+    MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     s_l: gl.constexpr = product_layout(BN)
@@ -169,6 +186,7 @@ def consume_dual(
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
     plain, masked, start, first, end = tiles_of
     first_tick = tick
+    last_tick = tick + plain + masked - 1
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
@@ -191,22 +209,24 @@ def consume_dual(
                 b_s, b_ts = scores(
                     w, q, tq, kk, turn, tick, scale, C, D, BN, GROUPS, TURNS, HAS_TQ, HAS_TK
                 )  # fmt: skip
-                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
+                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, FEATURES, s_l)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 b_o = scaled(b_o, alpha)
                 b_to = scaled(b_to, alpha)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
-                    if MASKED and PADDED:
-                        b_ts = gl.where(visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l), b_ts, 0.0)
+                    if MASKED and has(FEATURES, "key_lengths"):
+                        b_ts = gl.where(visible(row, j * BN, sight, BN, True, FEATURES, s_l), b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
+                if alike(FEATURES):
+                    mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
 
                 mbarrier.wait(full.index(v_slot), v_phase)
-                if MASKED and PADDED:
+                if MASKED and has(FEATURES, "key_lengths"):
                     clean(v, j * BN, sight[1], BN, D)
                 b_o = accumulated(p, v, b_o, C)
                 if HAS_TV:
-                    if MASKED and PADDED:
+                    if MASKED and has(FEATURES, "key_lengths"):
                         clean(tv, j * BN, sight[1], BN, D)
                     b_to = accumulated(p, tv, b_to, C)
                 if HAS_TS:  # behind the products just issued
@@ -224,26 +244,25 @@ def consume_dual(
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 tick += 1
-    release(q_empty, plain + masked)
 
-    if EMPTY:  # rows that see nothing, and padding
+    if has(FEATURES, "empty"):  # rows that see nothing, and padding
         nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
         b_l = gl.where(nothing, 1.0, b_l)
     b_mu = b_mu / b_l
     b_o = scaled(b_o, 1.0 / b_l)
     b_to = without(scaled(b_to, 1.0 / b_l), b_mu, b_o)
-    if EMPTY:
+    if has(FEATURES, "empty"):
         b_o = zeroed(b_o, nothing)
         b_to = zeroed(b_to, nothing)
     store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
     store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
     b_lse = (b_m + gl.log2(b_l)) * LN2
-    if EMPTY:
+    if has(FEATURES, "empty"):
         b_lse = gl.where(nothing, -float("inf"), b_lse)
     store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
     if HAS_TS:
         b_mu += c_s.load(r_l)
-    if EMPTY:
+    if has(FEATURES, "empty"):
         b_mu = gl.where(nothing, 0.0, b_mu)
     store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
     return k_slot, k_phase, tick
@@ -254,8 +273,7 @@ def consume_tangent(
     w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
     row, tiles_of, k_slot, k_phase, tick,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
+    MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     """Linear in the tangents: P comes from the saved ℓ, so nothing is rescaled, and o is the saved one."""
@@ -266,6 +284,7 @@ def consume_tangent(
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
     plain, masked, start, first, end = tiles_of
     first_tick = tick
+    last_tick = tick + plain + masked - 1
     o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
     b_lse = gl.load(LSE + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
     lse2 = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
@@ -288,22 +307,24 @@ def consume_tangent(
                     w, q, tq, kk, turn, tick, scale, C, D, BN, GROUPS, TURNS, HAS_TQ, HAS_TK
                 )  # fmt: skip
                 if MASKED:
-                    seen = visible(row, j * BN, sight, BN, True, LEFT, RIGHT, s_l)
+                    seen = visible(row, j * BN, sight, BN, True, FEATURES, s_l)
                     b_s = gl.where(seen, b_s, -float("inf"))
                 b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(lse2, 1))
                 if HAS_TV:
                     p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
-                    if MASKED and PADDED:
+                    if MASKED and has(FEATURES, "key_lengths"):
                         b_ts = gl.where(seen, b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
+                if alike(FEATURES):
+                    mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
 
                 mbarrier.wait(full.index(v_slot), v_phase)
-                if MASKED and PADDED and HAS_TS:
+                if MASKED and has(FEATURES, "key_lengths") and HAS_TS:
                     clean(v, j * BN, sight[1], BN, D)
                 if HAS_TV:
-                    if MASKED and PADDED:
+                    if MASKED and has(FEATURES, "key_lengths"):
                         clean(tv, j * BN, sight[1], BN, D)
                     b_to = accumulated(p, tv, b_to, C)
                 if HAS_TS:  # behind the product just issued
@@ -319,12 +340,11 @@ def consume_tangent(
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 tick += 1
-    release(q_empty, plain + masked)
 
     if HAS_TS:
         b_to = without(b_to, b_mu, load_rows(O, i_b, i_h, HQ, row, LQ, C))
         b_mu += c_s.load(r_l)
-    if EMPTY:
+    if has(FEATURES, "empty"):
         nothing = b_lse == -float("inf")
         b_mu = gl.where(nothing, 0.0, b_mu)
         b_to = zeroed(b_to, nothing)
@@ -344,13 +364,13 @@ def consume_plain(
     w: gl.constexpr, q_s, ring, q_empty, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, row, tiles_of,
     k_slot, k_phase, tick,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr,
+    MASKS: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     plain, masked, start, first, end = tiles_of
+    rest = plain + masked
     q = matrix(q_s, w, GROUP_ROWS, D)
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
@@ -365,8 +385,11 @@ def consume_plain(
             b_s = score_product(q, k, zero, False, C)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             mbarrier.arrive(empty.index(k_slot), count=1)
+            rest -= 1
+            if alike(FEATURES):
+                mbarrier.arrive(q_empty.index(w), count=1, pred=rest == 0)
             j = masked_tile(0, start, first, end) if MASKED else first
-            b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
+            b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, FEATURES, s_l)
             b_o = scaled(b_o, alpha)
             p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
             v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
@@ -381,14 +404,17 @@ def consume_plain(
                 b_s = score_product(q, k, zero, False, C)
                 mbarrier.wait(full.index(v_slot), v_phase)
                 v = matrix(ring, v_slot, BN, D)
-                if MASKED and PADDED:
+                if MASKED and has(FEATURES, "key_lengths"):
                     clean(v, v_row, sight[1], BN, D)
                 b_o = accumulated(p, v, b_o, C)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
-                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, LEFT, RIGHT, s_l)
+                rest -= 1
+                if alike(FEATURES):
+                    mbarrier.arrive(q_empty.index(w), count=1, pred=rest == 0)
+                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, FEATURES, s_l)
                 b_o, p = settled(b_o, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
@@ -397,18 +423,17 @@ def consume_plain(
                 tick += 1
             mbarrier.wait(full.index(v_slot), v_phase)
             v = matrix(ring, v_slot, BN, D)
-            if MASKED and PADDED:
+            if MASKED and has(FEATURES, "key_lengths"):
                 clean(v, j * BN, sight[1], BN, D)
             b_o = accumulated(p, v, b_o, C)
             b_o, p = settled(b_o, p)
             mbarrier.arrive(empty.index(v_slot), count=1)
             k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
-    release(q_empty, plain + masked)
     b_lse = (b_m + gl.log2(b_l)) * LN2
-    if EMPTY:
+    if has(FEATURES, "empty"):
         b_l = gl.where(b_l == 0.0, 1.0, b_l)
     b_o = scaled(b_o, 1.0 / b_l)
-    if EMPTY:
+    if has(FEATURES, "empty"):
         nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
         b_lse = gl.where(nothing, -float("inf"), b_lse)
         b_o = zeroed(b_o, nothing)
@@ -418,61 +443,80 @@ def consume_plain(
 
 
 @gluon.jit
+def consume_block(
+    i, w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+    k_slot, k_phase, tick, q_phase,
+    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    MASKS: gl.constexpr, FEATURES: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
+):  # fmt: skip
+    HQ, LQ = call[1], call[2]
+    i_b, i_h, q_row, sight, tiles_of = own(i, call, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
+    row = q_row + GROUP_ROWS * w
+    if tiles_of[0] + tiles_of[1] > 0:
+        mbarrier.wait(q_full.index(w), q_phase)
+    if LINEAR:
+        k_slot, k_phase, tick = consume_tangent(
+            w, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
+            tiles_of, k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
+        )  # fmt: skip
+    elif HAS_TQ or HAS_TK or HAS_TV:
+        k_slot, k_phase, tick = consume_dual(
+            w, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
+            tiles_of, k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
+        )  # fmt: skip
+    else:
+        k_slot, k_phase, tick = consume_plain(
+            w, q_s, ring, q_empty, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, row, tiles_of, k_slot,
+            k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES,
+        )  # fmt: skip
+    return k_slot, k_phase, tick
+
+
+@gluon.jit
 def consume(
     w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr,
-    EMPTY: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
+    MASKS: gl.constexpr, FEATURES: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
-    HQ, LQ = call[1], call[2]
     k_slot = 0
     k_phase = 0
     tick = 0
     q_phase = 0
-    for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
-        i_b, i_h, q_row, sight, tiles_of = own(
-            i, call, GROUPS * GROUP_ROWS, BN, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS
-        )  # fmt: skip
-        row = q_row + GROUP_ROWS * w
-        if tiles_of[0] + tiles_of[1] > 0:
-            mbarrier.wait(q_full, q_phase)
+    if alike(FEATURES):
+        for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+            k_slot, k_phase, tick = consume_block(
+                i, w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+                k_slot, k_phase, tick, q_phase,
+                D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
+            )  # fmt: skip
             q_phase ^= 1
-        if LINEAR:
-            k_slot, k_phase, tick = consume_tangent(
-                w, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
-                tiles_of, k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, KEY_LENGTHS, EMPTY,
-                HAS_TQ, HAS_TK, HAS_TV,
-            )  # fmt: skip
-        elif HAS_TQ or HAS_TK or HAS_TV:
-            k_slot, k_phase, tick = consume_dual(
-                w, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
-                tiles_of, k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, KEY_LENGTHS, EMPTY,
-                HAS_TQ, HAS_TK, HAS_TV,
-            )  # fmt: skip
-        else:
-            k_slot, k_phase, tick = consume_plain(
-                w, q_s, ring, q_empty, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, row, tiles_of, k_slot,
-                k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, LEFT, RIGHT, KEY_LENGTHS, EMPTY,
-            )  # fmt: skip
+    else:
+        consume_block(
+            gl.program_id(0), w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+            k_slot, k_phase, tick, q_phase,
+            D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
+        )  # fmt: skip
 
 
 @gluon.jit
 def attend(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, n, HQ, GROUP, LQ, LK, left, right,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr,
+    FEATURES: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     """The program of both kernels: its shared memory, its warps."""
-    MASKS: gl.constexpr = RIGHT or LEFT or KEY_LENGTHS or RAGGED
+    MASKS: gl.constexpr = masks(FEATURES, True, RAGGED)
     call = (n, HQ, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS)
     q_s = tiles(q_d, GROUPS)
     tq_s = tiles(q_d, GROUPS) if HAS_TQ else q_s
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
     PAIRS: gl.constexpr = SLOTS // BLOCKS
     ring = tiles(k_d, PAIRS, BLOCKS)
-    q_full = barriers(1, 1).index(0)
-    q_empty = barriers(1, GROUPS).index(0)
+    q_full = barriers(GROUPS, 1)
+    q_empty = barriers(GROUPS, 1)
     full = barriers(PAIRS, 1)
     empty = barriers(PAIRS, GROUPS)
     turn = barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
@@ -485,27 +529,27 @@ def attend(
     if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
             (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
             (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
-                       BN, PAIRS, GROUPS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, HAS_TQ, HAS_TK, HAS_TV)),
+                       BN, PAIRS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
             (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
             (consume, (2, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY,
+                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
-                       BN, PAIRS, GROUPS, MASKS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, HAS_TQ, HAS_TK, HAS_TV)),
+                       BN, PAIRS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
@@ -515,12 +559,12 @@ def forward(
     scale, n, HQ, GROUP, LQ, LK, left, right,
     O, LSE, TO, MU,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr,
+    FEATURES: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
         q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, n, HQ, GROUP, LQ, LK, left, right,
-        D, C, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, False,
+        D, C, BN, SLOTS, GROUPS, TURNS, FEATURES, RAGGED, HAS_TQ, HAS_TK, HAS_TV, False,
     )  # fmt: skip
 
 
@@ -530,10 +574,10 @@ def tangent(
     scale, n, HQ, GROUP, LQ, LK, left, right,
     TO, MU,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr, EMPTY: gl.constexpr,
+    FEATURES: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
         q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, n, HQ, GROUP, LQ, LK, left, right,
-        D, C, BN, SLOTS, GROUPS, TURNS, LEFT, RIGHT, QUERY_LENGTHS, KEY_LENGTHS, EMPTY, RAGGED, HAS_TQ, HAS_TK, HAS_TV, True,
+        D, C, BN, SLOTS, GROUPS, TURNS, FEATURES, RAGGED, HAS_TQ, HAS_TK, HAS_TV, True,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import triton
 
 from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
+from jax_flash_jvp.kernels.hopper.pipeline import alike
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
@@ -103,17 +104,15 @@ class _Call:
         self.dtype = dtype_of(x.query)
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
-        padded = x.query_lengths is not None or x.key_lengths is not None
+        self.features = portable.features(problem, x)
+        if left is not None or (right or 0) < 0 or "lengths" in self.features:  # rows may see nothing
+            self.features += " empty"
         self.scalars = (
             self.query_heads, group, self.query_length, self.key_length, left or 0, right or 0
         )  # fmt: skip
         self.constants = dict(
-            D=self.columns, C=self.head_dim, LEFT=left is not None, RIGHT=right is not None,
-            QUERY_LENGTHS=x.query_lengths is not None, KEY_LENGTHS=x.key_lengths is not None,
+            D=self.columns, C=self.head_dim, FEATURES=self.features,
         )  # fmt: skip
-        # as long as each other, blocks need nobody who hands them out, and a program loads the next while it ends one
-        self.alike = left is None and right is None and not padded
-        self.empty = left is not None or padded or (right or 0) < 0  # are there rows that see nothing?
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
         self.output = Output((self.batch, self.query_length, self.query_heads, self.head_dim), self.dtype)
         self.key_gradient = Output((self.batch, self.key_length, self.key_heads, self.head_dim), self.dtype)
@@ -121,7 +120,7 @@ class _Call:
     def run(self, kernel, ring: Ring, length: int, heads: int, inputs, outputs, **constants):
         placeholder = Output((1,), "float32")
         blocks = triton.cdiv(length, GROUP * ring.groups) * self.batch * heads
-        programs = min(blocks, self.launcher.multiprocessors or blocks) if self.alike else blocks
+        programs = min(blocks, self.launcher.multiprocessors or blocks) if alike(self.features) else blocks
         got = self.launcher.launch(
             kernel, programs, inputs, (float(self.problem.scale), blocks, *self.scalars),
             [placeholder if o is None else o for o in outputs],
@@ -155,7 +154,7 @@ def _along_keys(call: _Call, kernel, ring: Ring, tx: Operands, saved, outputs):
     ]
     return call.run(
         kernel, ring, call.query_length, call.query_heads, (*rows, x.query_lengths, x.key_lengths, *saved), outputs,
-        BN=ring.tile, EMPTY=call.empty, RAGGED=bool(call.key_length % ring.tile),
+        BN=ring.tile, RAGGED=bool(call.key_length % ring.tile),
         HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None,
     )  # fmt: skip
 

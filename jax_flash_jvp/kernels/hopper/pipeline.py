@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jax_flash_jvp.kernels.portable.scores import before, parts, width
+from jax_flash_jvp.kernels.portable.scores import before, has, parts, width
 
 # renamed between Triton 3.6 and 3.9
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -157,11 +157,25 @@ def halves(b_x, T: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.convert_layout(b_0, LAYOUT), gl.convert_layout(b_1, LAYOUT)
 
 
+@triton.constexpr_function
+def masks(features, row, ragged):
+    """Are there tiles that not everybody sees whole?"""
+    lengths = "key_lengths" if row else "query_lengths"
+    return (row and ragged) or bool({"left", "right", "tiles", lengths} & {*features.split()})
+
+
+@triton.constexpr_function
+def alike(features):
+    """Are blocks as long as each other?  Then nobody needs to hand them out: a program computes one after the other, and its
+    producer loads for the next while the last ends."""
+    return not {"left", "right", "lengths", "tiles"} & {*features.split()}
+
+
 @gluon.jit
-def own_block(i, n, n_blocks, RIGHT: gl.constexpr, FROM_END: gl.constexpr):
+def own_block(i, n, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
     """(block, batch entry and head) of number i of n.  Under causality the longest blocks, first or last, of a few heads go
     before the shorter: head after head, the last ones would begin a long block when others are done."""
-    if RIGHT:
+    if has(FEATURES, "right"):
         first = i // (TOGETHER * n_blocks) * TOGETHER
         heads = gl.minimum(n // n_blocks - first, TOGETHER)
         i -= first * n_blocks
@@ -174,11 +188,11 @@ def own_block(i, n, n_blocks, RIGHT: gl.constexpr, FROM_END: gl.constexpr):
 
 
 @gluon.jit
-def reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, QUERY_LENGTHS: gl.constexpr, KEY_LENGTHS: gl.constexpr):
+def reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, FEATURES: gl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
-    if QUERY_LENGTHS:
+    if has(FEATURES, "query_lengths"):
         LQ = gl.minimum(LQ, gl.load(Q_LENGTHS + i_b))
-    if KEY_LENGTHS:
+    if has(FEATURES, "key_lengths"):
         LK = gl.minimum(LK, gl.load(K_LENGTHS + i_b))
     return LQ, LK
 
@@ -199,16 +213,16 @@ def span(start, first, whole, stop, T: gl.constexpr, MASKS: gl.constexpr):
 
 
 @gluon.jit
-def key_bounds(row, ROWS: gl.constexpr, key_end, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def key_bounds(row, ROWS: gl.constexpr, key_end, left, right, FEATURES: gl.constexpr):
     """(start, first, whole, stop) for `span`: of the keys, for the ROWS queries from `row` on."""
     start = 0
     first = 0
     whole = key_end
     stop = key_end
-    if RIGHT:
+    if has(FEATURES, "right"):
         whole = gl.minimum(key_end, row + right + 1)
         stop = gl.minimum(key_end, row + ROWS + right)
-    if LEFT:
+    if has(FEATURES, "left"):
         start = row - left
         first = row + ROWS - 1 - left
     return start, first, whole, stop
@@ -231,9 +245,7 @@ def visited_tile(t, plain, start, first, end):
 
 
 @gluon.jit
-def visible(
-    row, column, sight, T: gl.constexpr, ROW: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """[GROUP_ROWS, T]: which of the keys from `column` on are seen by the queries from `row` on; if not ROW, which of the
     queries from `column` on see the keys from `row` on.  An interval of each row: an element costs a comparison or two."""
     query_end, key_end, left, right = sight
@@ -241,16 +253,16 @@ def visible(
     o_c = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)), 0)
     if ROW:
         last = gl.where(o_r < query_end, key_end - 1, -1)
-        if RIGHT:
+        if has(FEATURES, "right"):
             last = gl.minimum(last, o_r + right)
     else:
         last = gl.where(o_r < key_end, query_end - 1, -1)
-        if LEFT:
+        if has(FEATURES, "left"):
             last = gl.minimum(last, o_r + left)
     seen = o_c <= gl.expand_dims(last - column, 1)
-    if ROW and LEFT:
+    if ROW and has(FEATURES, "left"):
         seen = seen & (o_c >= gl.expand_dims(o_r - left - column, 1))
-    if RIGHT and not ROW:
+    if has(FEATURES, "right") and not ROW:
         seen = seen & (o_c >= gl.expand_dims(o_r - right - column, 1))
     return seen
 
@@ -282,17 +294,9 @@ def load_tile(
 
 
 @gluon.jit
-def load_resident(desc, i_b, i_h, row, bar, buffer, GROUPS: gl.constexpr):
-    """The rows of all consumer warpgroups."""
-    for w in gl.static_range(GROUPS):
-        async_load(desc, [i_b, i_h, row + GROUP_ROWS * w, 0], bar, buffer.index(w))
-
-
-@gluon.jit
-def release(empty, n_tiles):
-    """Resident rows, which were loaded if there was a tile to visit with them."""
-    if n_tiles > 0:
-        mbarrier.arrive(empty, count=1)
+def load_resident(desc, i_b, i_h, row, bar, buffer, w: gl.constexpr):
+    """The rows of one consumer warpgroup."""
+    async_load(desc, [i_b, i_h, row + GROUP_ROWS * w, 0], bar, buffer.index(w))
 
 
 @gluon.jit
