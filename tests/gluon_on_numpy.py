@@ -341,13 +341,13 @@ class Launcher:
         raise NotImplementedError
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        results = [np.full(o.shape, np.nan, jnp.dtype(o.dtype)) for o in outputs]
+        results = [np.full(o.shape, -1 if o.dtype == "int32" else np.nan, jnp.dtype(o.dtype)) for o in outputs]
         if not kernel.fn.__module__.startswith(PACKAGE):
             arrays = [np.ascontiguousarray(a) for a in pointers(inputs)]
             interpret.launch(kernel, (grid,), *arrays, *scalars, *results, **constants)
             return results
         function = getattr(self.modules[kernel.fn.__module__], kernel.fn.__name__)
-        given = [Descriptor(a) if isinstance(a, Rows) else None if a is None else Pointer(a) for a in inputs]
+        given = [Descriptor(a) if isinstance(a, Rows) else Pointer(np.empty(0) if a is None else a) for a in inputs]
         numbers = [block(s) if isinstance(s, int) else np.float32(s) for s in scalars]
         place.late, place.programs = self.late, grid
         for place.program in range(grid):

@@ -13,7 +13,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
 from jax_flash_jvp.kernels.launcher import Rows, pointers
 from jax_flash_jvp.problem import Operands, Problem
 
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
 # bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 they are fewer
 SPILL = {"whole": 500, "causal-ragged": 420, "window-lengths": 640}
@@ -56,16 +56,20 @@ class Recorder:
 
 
 def last_launch(job, head_dim, kind):
-    recorder, length = Recorder(), 1023 if kind == "causal-ragged" else 1024
-    array = lambda heads: jax.ShapeDtypeStruct((2, length, heads, head_dim), jnp.bfloat16)
-    o, statistic = array(8), jax.ShapeDtypeStruct((2, 8, length), jnp.float32)
+    recorder, length = Recorder(), {"causal-ragged": 1023, "whole": 8192}.get(kind, 1024)
+    batch = 8  # so many blocks that a program computes several, where they are alike
+    shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")
+    o, statistic = array(8), shape(batch, 8, length, dtype="float32")
     x = Operands(o, array(2), array(2))
     problem = Problem(scale=0.125, is_causal=kind == "causal-ragged", implementation="hopper")
     if kind == "window-lengths":
         problem = dataclasses.replace(problem, window=(100, 10))
-        x = x._replace(
-            query_lengths=jax.ShapeDtypeStruct((2,), "int32"), key_lengths=jax.ShapeDtypeStruct((2,), "int32")
-        )
+        x = x._replace(query_lengths=shape(batch), key_lengths=shape(batch))
+    if kind == "mask":
+        x = x._replace(mask=shape(batch, 8, length, length, dtype="bool"))
+    if kind == "segments":
+        x = x._replace(query_segments=shape(batch, length), key_segments=shape(batch, length))
     along = (x, (o, statistic), (o, None))
     backward = lambda want: jobs.backward(recorder, problem, x, (o, statistic), (o, None), want)
     dual = lambda want, tangents: jobs.backward_dual(

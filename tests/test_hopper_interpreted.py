@@ -43,7 +43,7 @@ def check(problem, x, tx, want=(True,) * 3, want_tangent=(True,) * 3, launcher=N
     )
 
     def near(got, by_reference, *arrays):
-        wide = lambda a: jnp.asarray(a, None if a.dtype == np.int32 else jnp.float32)
+        wide = lambda a: jnp.asarray(a, None if a.dtype in (np.int32, bool) else jnp.float32)
         exact = by_reference(*jax.tree.map(wide, arrays), problem)
         naive = by_reference(*jax.tree.map(jnp.asarray, arrays), problem)
         oracle.assert_close(got, exact, naive)
@@ -94,6 +94,20 @@ def lengths(*numbers):
     return np.array(numbers, np.int32)
 
 
+def documents(*lengths):
+    return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None].repeat(2, 0)
+
+
+def patches(b, h, t, s, size=64):
+    """A mask that leaves whole tiles, cut ones and empty ones, and rows that see nothing."""
+    kinds = oracle.normal(40, b, h, -(-t // size), -(-s // size))
+    wide = lambda a: a.repeat(size, 2).repeat(size, 3)[:, :, :t, :s]
+    some = oracle.normal(41, b, h, t, s) > 0.5
+    mask = np.where(wide(kinds > 0.7), True, wide(kinds > 0) & some)
+    mask[:, :, 5:6] = False
+    return mask
+
+
 FEATURES = {
     "window": dict(window=(100, 30)),
     "window-left": dict(window=(20, None)),
@@ -107,23 +121,37 @@ FEATURES = {
 }
 
 
+SHAPE, WIDE = (2, 200, 300, 1, 1, 64), (2, 300, 140, 1, 1, 128)
+LISTED = {  # tiles in which something is seen
+    "segments": dict(query_segments=documents(90, 110), key_segments=documents(100, 130, 70)),
+    "segments-causal": dict(
+        is_causal=True, query_segments=documents(90, 210), key_segments=documents(100, 40), shape=WIDE
+    ),
+    "mask": dict(mask=patches(2, 1, 200, 300)),
+    "mask-by-head": dict(mask=patches(1, 4, 150, 144), shape=(2, 150, 144, 4, 2, 64)),
+    "mask-by-key": dict(mask=patches(2, 2, 1, 300), shape=(2, 70, 300, 4, 2, 64)),
+    "mask-lengths": dict(mask=patches(1, 1, 200, 300), query_lengths=lengths(150, 200), key_lengths=lengths(260, 40)),
+}
+SLOW = {"window-left", "lower-right", "key-lengths", "query-lengths"}
+
+
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "late"])
 @pytest.mark.parametrize(
     ("feature", "shape"),
     [
         pytest.param(feature, shape, id=f"{feature}-D{shape[-1]}", marks=[pytest.mark.slow] * slow)
-        for feature in FEATURES
-        for shape, slow in (
-            ((2, 200, 300, 1, 1, 64), feature not in ("window", "lengths-causal", "all")),
-            ((2, 300, 140, 1, 1, 128), feature != "all"),
+        for feature, shape, slow in (
+            *((feature, SHAPE, feature in SLOW) for feature in FEATURES),
+            *((feature, WIDE, feature != "all") for feature in FEATURES),
+            *((feature, case.get("shape", SHAPE), False) for feature, case in LISTED.items()),
         )
     ],
 )
 def test_features(feature, shape, late):
-    static = dict(FEATURES[feature])
-    arrays = {name: static.pop(name) for name in ("query_lengths", "key_lengths") if name in static}
+    given = {name: value for name, value in (FEATURES | LISTED)[feature].items() if name != "shape"}
     x, tx = operands(shape)
-    case = Problem(scale=shape[-1] ** -0.5, implementation="hopper", **static)
+    arrays = {name: given.pop(name) for name in x._fields if name in given}
+    case = Problem(scale=shape[-1] ** -0.5, implementation="hopper", **given)
     check(case, x._replace(**arrays), tx, launcher=gluon_on_numpy.Launcher(late=late))
 
 
@@ -151,8 +179,8 @@ MUTANTS = {  # and whether it takes late copies to notice
     "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
     "values-not-waited-for": ("mbarrier.wait(full.index(v_slot), v_phase)", "pass", True),
     "resident-not-waited-for": ("mbarrier.wait(a_full.index(i_w), a_phase)", "pass", True),
-    "resident-overwritten": ("mbarrier.wait(a_empty.index(w), a_phase)", "pass", False),
-    "queries-overwritten": ("mbarrier.wait(q_empty.index(w), q_phase)", "pass", False),
+    "resident-overwritten": ("mbarrier.wait(a_empty.index(w), phase)", "pass", False),
+    "queries-overwritten": ("mbarrier.wait(q_empty.index(w), phase)", "pass", False),
     "queries-given-back-early": ("pred=tick == last_tick", "pred=tick == first_tick", False),
     "out-of-turn": (
         "mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)",

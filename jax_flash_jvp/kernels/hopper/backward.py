@@ -26,14 +26,12 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     LOG2E,
     accumulated,
     advance,
-    alike,
     barriers,
     clean,
     halves,
     key_bounds,
     load_resident,
     load_tile,
-    masked_tile,
     masks,
     matrix,
     own_block,
@@ -41,12 +39,14 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     reach,
     scaled,
     score_product,
+    selected,
     settled,
-    span,
     store_rows,
     sums,
+    tile_at,
     tiles,
     visible,
+    visits,
     zeroed,
 )
 from jax_flash_jvp.kernels.portable.scores import has, parts
@@ -77,22 +77,17 @@ def row_statistic(X, x, m_x, other: gl.constexpr):
 
 
 @gluon.jit
-def own(
-    i, call,
-    GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
-):  # fmt: skip
-    """(batch entry, resident head, first resident row, first streamed head, number of these, what is seen, tiles to visit) of
-    block number i."""
+def own(i, call, selection, GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr):
+    """(block, batch entry, resident head, first streamed head, number of these, ends of queries and of keys, bounds of what is
+    streamed) of block number i."""
     ROWS: gl.constexpr = GROUPS * GROUP_ROWS
-    n, HQ, GROUP, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS = call
-    LA = LQ if ROW else LK
+    n, HQ, GROUP, LQ, LK, left, right = call
     HA = HQ if ROW else HQ // GROUP
-    i_block, i_ba = own_block(i, n, gl.cdiv(LA, ROWS), ROW, FEATURES)
+    i_block, i_ba = own_block(i, n, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
     i_b = i_ba // HA
     i_a = i_ba % HA
     a_row = i_block * ROWS
-    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, FEATURES)
-    sight = (query_end, key_end, left, right)
+    query_end, key_end = reach(i_b, LQ, LK, selection[1], selection[2], FEATURES)
     # the streamed rows start … stop that some resident row sees, or is seen by, and of them those that all do
     if ROW:
         group = 1
@@ -104,7 +99,8 @@ def own(
         start = 0
         first = 0
         stop = query_end
-        whole = query_end if has(FEATURES, "query_lengths") else query_end + T - 1  # absent queries are hidden by their ℓ = +∞
+        # absent queries are hidden by their ℓ = +∞
+        whole = query_end if has(FEATURES, "query_lengths") else query_end + T - 1
         if has(FEATURES, "right"):
             start = a_row - right
             first = a_row + ROWS - 1 - right
@@ -114,62 +110,96 @@ def own(
     if has(FEATURES, "query_lengths" if ROW else "key_lengths"):
         if a_row >= (query_end if ROW else key_end):
             stop = 0
-    return i_b, i_a, a_row, i_stream, group, sight, span(start, first, whole, stop, T, MASKS)
+    return i_block, i_b, i_a, i_stream, group, query_end, key_end, (start, first, whole, stop)
+
+
+@gluon.jit
+def visits_of_head(
+    i_h, i_block, i_b, bounds, call, selection, GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr,
+    MASKS: gl.constexpr, FEATURES: gl.constexpr,
+):  # fmt: skip
+    """The tiles to visit for a query head."""
+    _, HQ, GROUP, LQ, LK, _, _ = call
+    n_blocks = gl.cdiv(LQ if ROW else LK, GROUPS * GROUP_ROWS)
+    n_tiles = gl.cdiv(LK if ROW else LQ, T)
+    return visits(selection, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, bounds, T, MASKS, FEATURES)
+
+
+@gluon.jit
+def load_all_resident(
+    a_d, c_d, ta_d, tc_d, i_b, i_a, row, a_s, c_s, ta_s, tc_s, a_full, a_empty, phase,
+    GROUPS: gl.constexpr, USE_C: gl.constexpr, USE_TA: gl.constexpr, USE_TC: gl.constexpr,
+):  # fmt: skip
+    COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
+    for w in gl.static_range(GROUPS):
+        bar = a_full.index(w)
+        mbarrier.wait(a_empty.index(w), phase)
+        mbarrier.expect(bar, COUNT * a_d.block_type.nbytes)
+        load_resident(a_d, i_b, i_a, row, bar, a_s, w)
+        if USE_C:
+            load_resident(c_d, i_b, i_a, row, bar, c_s, w)
+        if USE_TA:
+            load_resident(ta_d, i_b, i_a, row, bar, ta_s, w)
+        if USE_TC:
+            load_resident(tc_d, i_b, i_a, row, bar, tc_s, w)
 
 
 @gluon.jit
 def produce_block(
     i, a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-    a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call, slot, phase, stage, s_phase, a_phase,
+    a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call, selection,
+    slot, phase, stage, s_phase, a_phase,
     T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr, THROUGH_SHARED: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr,
     USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
 ):  # fmt: skip
-    COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
     HQ, LQ = call[1], call[3]
-    i_b, i_a, a_row, i_stream, group, sight, tiles_of = own(i, call, GROUPS, T, ROW, MASKS, FEATURES)
-    plain, masked, start, first, end = tiles_of
-    loaded = 0
+    i_block, i_b, i_a, i_stream, group, query_end, _, bounds = own(i, call, selection, GROUPS, T, ROW, FEATURES)
+    a_row = i_block * (GROUPS * GROUP_ROWS)
+    AFTER: gl.constexpr = has(FEATURES, "persistent")  # as in forward.py
+    if not AFTER:
+        load_all_resident(
+            a_d, c_d, ta_d, tc_d, i_b, i_a, a_row, a_s, c_s, ta_s, tc_s, a_full, a_empty, a_phase, GROUPS, USE_C, USE_TA, USE_TC
+        )  # fmt: skip
+    first = 1
     for MASKED in gl.static_range(2):
-        for i_g in range(group):
-            i_h = i_stream + i_g
-            for t in range(masked if MASKED else plain):
-                row = (masked_tile(t, start, first, end) if MASKED else first + t) * T
-                if THROUGH_SHARED:
-                    o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
-                    x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
-                    mbarrier.wait(s_empty.index(stage), s_phase)
-                    stage_column(LSE2, x, o_m < sight[0], float("inf"), stats, 4 * stage)
-                    if USE_W:
-                        stage_column(MU, x, o_m < sight[0], 0.0, stats, 4 * stage + 1)
-                    if USE_C:
-                        stage_column(DELTA, x, o_m < sight[0], 0.0, stats, 4 * stage + 2)
-                    if WANT_TA:
-                        stage_column(T_DELTA, x, o_m < sight[0], 0.0, stats, 4 * stage + 3)
-                    mbarrier.arrive(s_full.index(stage), count=1)
-                    stage, s_phase = advance(stage, s_phase, 2)
-                slot, phase = load_tile(b_d, tb_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TB)
-                slot, phase = load_tile(e_d, te_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TE)
-                if loaded == 0:  # behind the first tiles, as in forward.py
-                    for w in gl.static_range(GROUPS):
-                        bar = a_full.index(w)
-                        mbarrier.wait(a_empty.index(w), a_phase)
-                        mbarrier.expect(bar, COUNT * a_d.block_type.nbytes)
-                        load_resident(a_d, i_b, i_a, a_row, bar, a_s, w)
+        if not MASKED or MASKS:
+            for i_g in range(group):
+                i_h = i_stream + i_g
+                tiles_of = visits_of_head(
+                    i_a if ROW else i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW, MASKS, FEATURES
+                )  # fmt: skip
+                for t in range(tiles_of[MASKED]):
+                    row = tile_at(t, tiles_of, MASKED, FEATURES) * T
+                    if THROUGH_SHARED:
+                        o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
+                        x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
+                        mbarrier.wait(s_empty.index(stage), s_phase)
+                        stage_column(LSE2, x, o_m < query_end, float("inf"), stats, 4 * stage)
+                        if USE_W:
+                            stage_column(MU, x, o_m < query_end, 0.0, stats, 4 * stage + 1)
                         if USE_C:
-                            load_resident(c_d, i_b, i_a, a_row, bar, c_s, w)
-                        if USE_TA:
-                            load_resident(ta_d, i_b, i_a, a_row, bar, ta_s, w)
-                        if USE_TC:
-                            load_resident(tc_d, i_b, i_a, a_row, bar, tc_s, w)
-                    loaded = 1
+                            stage_column(DELTA, x, o_m < query_end, 0.0, stats, 4 * stage + 2)
+                        if WANT_TA:
+                            stage_column(T_DELTA, x, o_m < query_end, 0.0, stats, 4 * stage + 3)
+                        mbarrier.arrive(s_full.index(stage), count=1)
+                        stage, s_phase = advance(stage, s_phase, 2)
+                    slot, phase = load_tile(b_d, tb_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TB)
+                    slot, phase = load_tile(e_d, te_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TE)
+                    if AFTER:
+                        if first == 1:
+                            load_all_resident(
+                                a_d, c_d, ta_d, tc_d, i_b, i_a, a_row, a_s, c_s, ta_s, tc_s, a_full, a_empty, a_phase,
+                                GROUPS, USE_C, USE_TA, USE_TC,
+                            )  # fmt: skip
+                        first = 0
     return slot, phase, stage, s_phase
 
 
 @gluon.jit
 def produce(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-    a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call,
+    a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call, selection,
     T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr, THROUGH_SHARED: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr, USE_C: gl.constexpr, USE_W: gl.constexpr,
     USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
@@ -179,18 +209,18 @@ def produce(
     stage = 0
     s_phase = 1
     a_phase = 1
-    if alike(FEATURES):
+    if has(FEATURES, "persistent"):
         for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
             slot, phase, stage, s_phase = produce_block(
                 i, a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA, a_s, c_s, ta_s, tc_s, ring,
-                a_full, a_empty, full, empty, stats, s_full, s_empty, call, slot, phase, stage, s_phase, a_phase,
+                a_full, a_empty, full, empty, stats, s_full, s_empty, call, selection, slot, phase, stage, s_phase, a_phase,
                 T, SLOTS, GROUPS, ROW, THROUGH_SHARED, MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA,
             )  # fmt: skip
             a_phase ^= 1
     else:
         produce_block(
             gl.program_id(0), a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA, a_s, c_s, ta_s, tc_s, ring,
-            a_full, a_empty, full, empty, stats, s_full, s_empty, call, slot, phase, stage, s_phase, a_phase,
+            a_full, a_empty, full, empty, stats, s_full, s_empty, call, selection, slot, phase, stage, s_phase, a_phase,
             T, SLOTS, GROUPS, ROW, THROUGH_SHARED, MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA,
         )  # fmt: skip
 
@@ -198,7 +228,7 @@ def produce(
 @gluon.jit
 def consume_block(
     i, i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, b_slot, b_phase, stage, s_phase, tick, a_phase,
+    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection, b_slot, b_phase, stage, s_phase, tick, a_phase,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, FEATURES: gl.constexpr,
     RAGGED: gl.constexpr, MASKS: gl.constexpr,
@@ -222,9 +252,8 @@ def consume_block(
     HA = HQ if ROW else HQ // GROUP
     LA = LQ if ROW else LK
     LB = LK if ROW else LQ
-    i_b, i_a, a_row, i_stream, group, sight, tiles_of = own(i, call, GROUPS, T, ROW, MASKS, FEATURES)
-    plain, masked, start, first, end = tiles_of
-    a_start = a_row + GROUP_ROWS * i_w
+    i_block, i_b, i_a, i_stream, group, query_end, key_end, bounds = own(i, call, selection, GROUPS, T, ROW, FEATURES)
+    a_start = i_block * (GROUPS * GROUP_ROWS) + GROUP_ROWS * i_w
     b_da = sums(C)
     b_dc = sums(C)
     b_tda = sums(C)
@@ -241,16 +270,18 @@ def consume_block(
         if WANT_TA:
             t_delta = row_statistic(T_DELTA, x, o_a < LA, 0.0)
     per_scale = 1 / scale
-    end_a = sight[0] if ROW else sight[1]
-    end_b = sight[1] if ROW else sight[0]
-    if plain + masked > 0:
-        mbarrier.wait(a_full.index(i_w), a_phase)
+    end_a = query_end if ROW else key_end
+    end_b = key_end if ROW else query_end
+    mbarrier.wait(a_full.index(i_w), a_phase)
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
             for i_g in range(group):
                 x_g = (i_b * HQ + i_stream + i_g).to(gl.int64) * LB
-                for t in range(masked if MASKED else plain):
-                    j = masked_tile(t, start, first, end) if MASKED else first + t
+                i_h = i_a if ROW else i_stream + i_g
+                tiles_of = visits_of_head(i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW, MASKS, FEATURES)
+                sight = selected(selection, i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, call[5], call[6], FEATURES)
+                for t in range(tiles_of[MASKED]):
+                    j = tile_at(t, tiles_of, MASKED, FEATURES)
                     # an index that the compiler cannot fold: else it keeps every resident descriptor in registers
                     z = i_w + (tick >> 30)
                     a = matrix(a_s, z, GROUP_ROWS, D)
@@ -391,7 +422,7 @@ def consume_block(
 @gluon.jit
 def consume(
     i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, RAGGED: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
@@ -405,11 +436,12 @@ def consume(
     s_phase = 0
     tick = 0
     a_phase = 0
-    if alike(FEATURES):
+    if has(FEATURES, "persistent"):
         for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
             b_slot, b_phase, stage, s_phase, tick = consume_block(
                 i, i_w, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, b_slot, b_phase, stage, s_phase, tick, a_phase,
+                LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
+                b_slot, b_phase, stage, s_phase, tick, a_phase,
                 D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, MASKS,
                 USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
             )  # fmt: skip
@@ -417,7 +449,7 @@ def consume(
     else:
         consume_block(
             gl.program_id(0), i_w, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-            LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, b_slot, b_phase, stage, s_phase, tick, a_phase,
+            LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection, b_slot, b_phase, stage, s_phase, tick, a_phase,
             D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, MASKS,
             USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
         )  # fmt: skip
@@ -425,12 +457,14 @@ def consume(
 
 @gluon.jit
 def backward(
-    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA, Q_LENGTHS, K_LENGTHS,
+    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d,
+    MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, LSE2, MU, DELTA, T_DELTA,
     scale, n, HQ, GROUP, LQ, LK, left, right,
     DA, DC, TDA, TDC,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
-    TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr, HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr,
-    HAS_TE: gl.constexpr, WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
+    TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
+    HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr, HAS_TE: gl.constexpr,
+    WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
     USE_C: gl.constexpr = WANT_A or WANT_TA
     USE_W: gl.constexpr = (HAS_TA or HAS_TB) and (WANT_TA or WANT_TC)
@@ -444,7 +478,8 @@ def backward(
     )  # else the few that are needed come straight from memory, if there are registers for them
     if not ROW and not RAGGED:
         LQ = LQ // T * T  # as in portable/backward.py
-    call = (n, HQ, GROUP, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS)
+    call = (n, HQ, GROUP, LQ, LK, left, right)
+    selection = (MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES)
 
     a_s = tiles(a_d, GROUPS)
     c_s = tiles(c_d, GROUPS) if USE_C else a_s
@@ -472,39 +507,39 @@ def backward(
     if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-                       a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call,
+                       a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call, selection,
                        T, PAIRS, GROUPS, ROW, THROUGH_SHARED, MASKS, FEATURES,
                        USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call,
+                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (produce, (a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA,
-                       a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call,
+                       a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, call, selection,
                        T, PAIRS, GROUPS, ROW, THROUGH_SHARED, MASKS, FEATURES,
                        USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_TA)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -20,7 +20,6 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     LOG2E,
     accumulated,
     advance,
-    alike,
     barriers,
     clean,
     halves,
@@ -28,7 +27,6 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_resident,
     load_rows,
     load_tile,
-    masked_tile,
     masks,
     matrix,
     own_block,
@@ -36,13 +34,14 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     reach,
     scaled,
     score_product,
+    selected,
     settled,
-    span,
     store_rows,
     sums,
+    tile_at,
     tiles,
     visible,
-    visited_tile,
+    visits,
     without,
     zeroed,
 )
@@ -52,67 +51,84 @@ LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothi
 
 
 @gluon.jit
-def own(
-    i, call,
-    ROWS: gl.constexpr, BN: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
-):  # fmt: skip
+def own(i, call, selection, ROWS: gl.constexpr, BN: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr):
     """(batch entry, query head, first query, what is seen, tiles to visit) of block number i."""
-    n, HQ, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS = call
-    i_m, i_bh = own_block(i, n, gl.cdiv(LQ, ROWS), True, FEATURES)
+    n, HQ, GROUP, LQ, LK, left, right = call
+    n_m = gl.cdiv(LQ, ROWS)
+    i_m, i_bh = own_block(i, n, n_m, True, FEATURES)
     i_b = i_bh // HQ
+    i_h = i_bh % HQ
     q_row = i_m * ROWS
-    query_end, key_end = reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, FEATURES)
+    query_end, key_end = reach(i_b, LQ, LK, selection[1], selection[2], FEATURES)
     start, first, whole, stop = key_bounds(q_row, ROWS, key_end, left, right, FEATURES)
     if has(FEATURES, "query_lengths"):
         if q_row >= query_end:
             stop = 0
-    sight = (query_end, key_end, left, right)
-    return i_b, i_bh % HQ, q_row, sight, span(start, first, whole, stop, BN, MASKS)
+    bounds = (start, first, whole, stop)
+    tiles_of = visits(selection, i_b, i_h, HQ, GROUP, i_m, n_m, gl.cdiv(LK, BN), bounds, BN, MASKS, FEATURES)
+    sight = selected(selection, i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES)
+    return i_b, i_h, q_row, sight, tiles_of
+
+
+@gluon.jit
+def load_queries(
+    q_d, tq_d, i_b, i_h, row, q_s, tq_s, q_full, q_empty, phase, GROUPS: gl.constexpr, HAS_TQ: gl.constexpr
+):
+    for w in gl.static_range(GROUPS):
+        bar = q_full.index(w)
+        mbarrier.wait(q_empty.index(w), phase)
+        mbarrier.expect(bar, (2 if HAS_TQ else 1) * q_d.block_type.nbytes)
+        load_resident(q_d, i_b, i_h, row, bar, q_s, w)
+        if HAS_TQ:
+            load_resident(tq_d, i_b, i_h, row, bar, tq_s, w)
 
 
 @gluon.jit
 def produce_block(
-    i, q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call, slot, phase, q_phase,
+    i, q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection, slot, phase,
+    q_phase,
     BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
-    i_b, i_h, q_row, _, tiles_of = own(i, call, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
-    i_k = i_h // GROUP
-    plain, masked, start, first, end = tiles_of
-    for t in range(plain + masked):
-        row = visited_tile(t, plain, start, first, end) * BN
-        slot, phase = load_tile(k_d, tk_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TK)
-        slot, phase = load_tile(v_d, tv_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TV)
-        if t == 0:  # behind the first tiles, for which there is room while the block before still needs its queries
-            for w in gl.static_range(GROUPS):
-                bar = q_full.index(w)
-                mbarrier.wait(q_empty.index(w), q_phase)
-                mbarrier.expect(bar, (2 if HAS_TQ else 1) * q_d.block_type.nbytes)
-                load_resident(q_d, i_b, i_h, q_row, bar, q_s, w)
-                if HAS_TQ:
-                    load_resident(tq_d, i_b, i_h, q_row, bar, tq_s, w)
+    i_b, i_h, q_row, _, tiles_of = own(i, call, selection, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
+    i_k = i_h // call[2]
+    # one block after the other: behind the first tiles, for which there is room while queries are still needed
+    AFTER: gl.constexpr = has(FEATURES, "persistent")
+    if not AFTER:
+        load_queries(q_d, tq_d, i_b, i_h, q_row, q_s, tq_s, q_full, q_empty, q_phase, GROUPS, HAS_TQ)
+    first = 1
+    for MASKED in gl.static_range(2):
+        if not MASKED or MASKS:
+            for t in range(tiles_of[MASKED]):
+                row = tile_at(t, tiles_of, MASKED, FEATURES) * BN
+                slot, phase = load_tile(k_d, tk_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TK)
+                slot, phase = load_tile(v_d, tv_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TV)
+                if AFTER:
+                    if first == 1:
+                        load_queries(q_d, tq_d, i_b, i_h, q_row, q_s, tq_s, q_full, q_empty, q_phase, GROUPS, HAS_TQ)
+                    first = 0
     return slot, phase
 
 
 @gluon.jit
 def produce(
-    q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+    q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
     BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 1
     q_phase = 1
-    if alike(FEATURES):
+    if has(FEATURES, "persistent"):
         for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
             slot, phase = produce_block(
-                i, q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+                i, q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
                 slot, phase, q_phase, BN, SLOTS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
             )  # fmt: skip
             q_phase ^= 1
     else:
         produce_block(
-            gl.program_id(0), q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+            gl.program_id(0), q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
             slot, phase, q_phase, BN, SLOTS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
         )  # fmt: skip
 
@@ -184,9 +200,8 @@ def consume_dual(
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
-    plain, masked, start, first, end = tiles_of
     first_tick = tick
-    last_tick = tick + plain + masked - 1
+    last_tick = tick + tiles_of[0] + tiles_of[1] - 1
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
@@ -195,8 +210,8 @@ def consume_dual(
     c_s = center.index(w)  # in registers it would crowd others out
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
-            for t in range(masked if MASKED else plain):
-                j = masked_tile(t, start, first, end) if MASKED else first + t
+            for t in range(tiles_of[MASKED]):
+                j = tile_at(t, tiles_of, MASKED, FEATURES)
                 # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
                 q = matrix(q_s, w + (tick >> 30), GROUP_ROWS, D)
                 v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
@@ -218,7 +233,7 @@ def consume_dual(
                     if MASKED and has(FEATURES, "key_lengths"):
                         b_ts = gl.where(visible(row, j * BN, sight, BN, True, FEATURES, s_l), b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
-                if alike(FEATURES):
+                if has(FEATURES, "persistent"):
                     mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
 
                 mbarrier.wait(full.index(v_slot), v_phase)
@@ -282,9 +297,7 @@ def consume_tangent(
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
-    plain, masked, start, first, end = tiles_of
     first_tick = tick
-    last_tick = tick + plain + masked - 1
     o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
     b_lse = gl.load(LSE + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
     lse2 = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
@@ -293,8 +306,8 @@ def consume_tangent(
     c_s = center.index(w)
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
-            for t in range(masked if MASKED else plain):
-                j = masked_tile(t, start, first, end) if MASKED else first + t
+            for t in range(tiles_of[MASKED]):
+                j = tile_at(t, tiles_of, MASKED, FEATURES)
                 q = matrix(q_s, w + (tick >> 30), GROUP_ROWS, D)  # as in `consume_dual`
                 v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
                 kk = matrix(ring, k_slot, BLOCKS * BN, D)
@@ -317,8 +330,6 @@ def consume_tangent(
                     if MASKED and has(FEATURES, "key_lengths"):
                         b_ts = gl.where(seen, b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
-                if alike(FEATURES):
-                    mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
 
                 mbarrier.wait(full.index(v_slot), v_phase)
                 if MASKED and has(FEATURES, "key_lengths") and HAS_TS:
@@ -340,6 +351,7 @@ def consume_tangent(
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 tick += 1
+    mbarrier.arrive(q_empty.index(w), count=1)
 
     if HAS_TS:
         b_to = without(b_to, b_mu, load_rows(O, i_b, i_h, HQ, row, LQ, C))
@@ -369,15 +381,13 @@ def consume_plain(
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    plain, masked, start, first, end = tiles_of
-    rest = plain + masked
     q = matrix(q_s, w, GROUP_ROWS, D)
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     for MASKED in gl.static_range(2):
-        n = masked if MASKED else plain
+        n = tiles_of[MASKED]
         # P is handed from one tile to the next but not from one loop to the other, where it would lose its packed registers
         if (not MASKED or MASKS) and n > 0:
             mbarrier.wait(full.index(k_slot), k_phase)
@@ -385,17 +395,14 @@ def consume_plain(
             b_s = score_product(q, k, zero, False, C)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             mbarrier.arrive(empty.index(k_slot), count=1)
-            rest -= 1
-            if alike(FEATURES):
-                mbarrier.arrive(q_empty.index(w), count=1, pred=rest == 0)
-            j = masked_tile(0, start, first, end) if MASKED else first
+            j = tile_at(0, tiles_of, MASKED, FEATURES)
             b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, FEATURES, s_l)
             b_o = scaled(b_o, alpha)
             p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
             v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
             for t in range(1, n):
                 v_row = j * BN
-                j = masked_tile(t, start, first, end) if MASKED else first + t
+                j = tile_at(t, tiles_of, MASKED, FEATURES)
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 mbarrier.wait(full.index(k_slot), k_phase)
                 if TURNS:
@@ -411,9 +418,6 @@ def consume_plain(
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
-                rest -= 1
-                if alike(FEATURES):
-                    mbarrier.arrive(q_empty.index(w), count=1, pred=rest == 0)
                 b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, FEATURES, s_l)
                 b_o, p = settled(b_o, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
@@ -429,6 +433,7 @@ def consume_plain(
             b_o, p = settled(b_o, p)
             mbarrier.arrive(empty.index(v_slot), count=1)
             k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
+    mbarrier.arrive(q_empty.index(w), count=1)
     b_lse = (b_m + gl.log2(b_l)) * LN2
     if has(FEATURES, "empty"):
         b_l = gl.where(b_l == 0.0, 1.0, b_l)
@@ -444,17 +449,16 @@ def consume_plain(
 
 @gluon.jit
 def consume_block(
-    i, w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+    i, w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
     k_slot, k_phase, tick, q_phase,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
-    HQ, LQ = call[1], call[2]
-    i_b, i_h, q_row, sight, tiles_of = own(i, call, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
+    HQ, LQ = call[1], call[3]
+    i_b, i_h, q_row, sight, tiles_of = own(i, call, selection, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
     row = q_row + GROUP_ROWS * w
-    if tiles_of[0] + tiles_of[1] > 0:
-        mbarrier.wait(q_full.index(w), q_phase)
+    mbarrier.wait(q_full.index(w), q_phase)
     if LINEAR:
         k_slot, k_phase, tick = consume_tangent(
             w, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
@@ -475,7 +479,7 @@ def consume_block(
 
 @gluon.jit
 def consume(
-    w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+    w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
@@ -484,10 +488,10 @@ def consume(
     k_phase = 0
     tick = 0
     q_phase = 0
-    if alike(FEATURES):
+    if has(FEATURES, "persistent"):
         for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
             k_slot, k_phase, tick = consume_block(
-                i, w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+                i, w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
                 k_slot, k_phase, tick, q_phase,
                 D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
             )  # fmt: skip
@@ -495,21 +499,23 @@ def consume(
     else:
         consume_block(
             gl.program_id(0), w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
-            k_slot, k_phase, tick, q_phase,
+            selection, k_slot, k_phase, tick, q_phase,
             D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
         )  # fmt: skip
 
 
 @gluon.jit
 def attend(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, n, HQ, GROUP, LQ, LK, left, right,
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, O, LSE, TO, MU,
+    scale, n, HQ, GROUP, LQ, LK, left, right,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     FEATURES: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     """The program of both kernels: its shared memory, its warps."""
     MASKS: gl.constexpr = masks(FEATURES, True, RAGGED)
-    call = (n, HQ, LQ, LK, left, right, Q_LENGTHS, K_LENGTHS)
+    call = (n, HQ, GROUP, LQ, LK, left, right)
+    selection = (MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES)
     q_s = tiles(q_d, GROUPS)
     tq_s = tiles(q_d, GROUPS) if HAS_TQ else q_s
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
@@ -528,34 +534,34 @@ def attend(
     fence_async_shared()
     if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
                        BN, PAIRS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (2, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+            (consume, (2, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, GROUP, call,
+            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
                        BN, PAIRS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 @gluon.jit
 def forward(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS,
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES,
     scale, n, HQ, GROUP, LQ, LK, left, right,
     O, LSE, TO, MU,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
@@ -563,14 +569,15 @@ def forward(
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, n, HQ, GROUP, LQ, LK, left, right,
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, O, LSE, TO, MU,
+        scale, n, HQ, GROUP, LQ, LK, left, right,
         D, C, BN, SLOTS, GROUPS, TURNS, FEATURES, RAGGED, HAS_TQ, HAS_TK, HAS_TV, False,
     )  # fmt: skip
 
 
 @gluon.jit
 def tangent(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE,
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, O, LSE,
     scale, n, HQ, GROUP, LQ, LK, left, right,
     TO, MU,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
@@ -578,6 +585,7 @@ def tangent(
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
 ):  # fmt: skip
     attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, Q_LENGTHS, K_LENGTHS, O, LSE, TO, MU, scale, n, HQ, GROUP, LQ, LK, left, right,
+        q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, O, LSE, TO, MU,
+        scale, n, HQ, GROUP, LQ, LK, left, right,
         D, C, BN, SLOTS, GROUPS, TURNS, FEATURES, RAGGED, HAS_TQ, HAS_TK, HAS_TV, True,
     )  # fmt: skip

@@ -6,16 +6,19 @@ import triton
 
 from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
-from jax_flash_jvp.kernels.hopper.pipeline import alike
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
+from jax_flash_jvp.kernels.portable.tiles import Tile
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 GROUP = 64  # resident rows of a consumer warpgroup
 WIDTHS = (64, 96, 128)  # up to so many channels; tiles have 64 or 128
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
+# Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
+# that matters less, blocks go to whichever multiprocessor is free.
+PERSISTENT = 4096
 
 
 class Ring(NamedTuple):
@@ -65,7 +68,7 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
     if x.query.shape[-1] > WIDTHS[-1]:
         return f"a head dim of {x.query.shape[-1]}"
     for name, array in x._asdict().items():
-        if array is not None and name not in ("query", "key", "value", "query_lengths", "key_lengths"):
+        if array is not None and name in ("bias", "seed"):
             return f"`{name}`"
     if problem.soft_cap is not None:
         return "a soft cap"
@@ -105,27 +108,41 @@ class _Call:
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
         self.features = portable.features(problem, x)
-        if left is not None or (right or 0) < 0 or "lengths" in self.features:  # rows may see nothing
+        if (right or 0) < 0 or {"left", "lengths", "tiles"} & {*self.features.split()}:  # rows may see nothing
             self.features += " empty"
-        self.scalars = (
-            self.query_heads, group, self.query_length, self.key_length, left or 0, right or 0
-        )  # fmt: skip
-        self.constants = dict(
-            D=self.columns, C=self.head_dim, FEATURES=self.features,
-        )  # fmt: skip
+        self.scalars = (self.query_heads, group, self.query_length, self.key_length, left or 0, right or 0)
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
         self.output = Output((self.batch, self.query_length, self.query_heads, self.head_dim), self.dtype)
         self.key_gradient = Output((self.batch, self.key_length, self.key_heads, self.head_dim), self.dtype)
 
-    def run(self, kernel, ring: Ring, length: int, heads: int, inputs, outputs, **constants):
-        placeholder = Output((1,), "float32")
-        blocks = triton.cdiv(length, GROUP * ring.groups) * self.batch * heads
-        programs = min(blocks, self.launcher.multiprocessors or blocks) if alike(self.features) else blocks
+    def ring(self, ring: Ring) -> Ring:
+        """Blocks of which there are lists have a power of two of rows."""
+        return ring._replace(groups=2) if "tiles" in self.features else ring
+
+    def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, **constants):
+        """`outputs` that are None are not written: a placeholder stands for them."""
+        length, heads, streamed = self.query_length, self.query_heads, self.key_length
+        if by_key:
+            group = heads // self.key_heads
+            length, heads, streamed = self.key_length, self.key_heads, self.query_length * group
+        rows = GROUP * ring.groups
+        blocks = programs = triton.cdiv(length, rows) * self.batch * heads
+        words = self.features
+        if self.launcher.multiprocessors and not {"left", "right", "lengths", "tiles"} & {*words.split()}:
+            if blocks > self.launcher.multiprocessors and streamed <= PERSISTENT:
+                programs, words = self.launcher.multiprocessors, f"{words} persistent"
+        block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
+        x, placeholder, tiles = self.x, Output((1,), "float32"), None
+        if "tiles" in self.features:
+            tiles = portable._Call(self.launcher, self.problem, x).tiles(Tile(block_m, block_n, WARPS, 1), by_key)
         got = self.launcher.launch(
-            kernel, programs, inputs, (float(self.problem.scale), blocks, *self.scalars),
-            [placeholder if o is None else o for o in outputs],
-            dict(self.constants, SLOTS=ring.slots, GROUPS=ring.groups, TURNS=ring.turns, **constants),
-            WARPS, 1, registers=REGISTERS[ring.groups],
+            kernel, programs,
+            (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
+            (float(self.problem.scale), blocks, *self.scalars), [placeholder if o is None else o for o in outputs],
+            dict(
+                D=self.columns, C=self.head_dim, FEATURES=words, SLOTS=ring.slots, GROUPS=ring.groups, TURNS=ring.turns,
+                RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
+            ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
         return tuple(None if o is None else a for o, a in zip(outputs, got, strict=True))
 
@@ -134,7 +151,7 @@ def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO
     """(o, ℓ, ȯ, μ); the last two None without tangents."""
     call = _Call(launcher, problem, x)
     dual = any(t is not None for t in tx[:3])
-    ring = (FORWARD_DUAL if dual else FORWARD)[call.width]
+    ring = call.ring((FORWARD_DUAL if dual else FORWARD)[call.width])
     outputs = (call.output, call.statistic, *((call.output, call.statistic) if dual else (None, None)))
     return _along_keys(call, forward_kernels.forward, ring, tx, (), outputs)
 
@@ -143,7 +160,7 @@ def tangent(launcher: Launcher, problem: Problem, x: Operands, o, log_sum_exp, t
     """(ȯ, μ), linear in tx, from the saved o and ℓ."""
     call = _Call(launcher, problem, x)
     outputs = (call.output, call.statistic)
-    return _along_keys(call, forward_kernels.tangent, TANGENT[call.width], tx, (o, log_sum_exp), outputs)
+    return _along_keys(call, forward_kernels.tangent, call.ring(TANGENT[call.width]), tx, (o, log_sum_exp), outputs)
 
 
 def _along_keys(call: _Call, kernel, ring: Ring, tx: Operands, saved, outputs):
@@ -153,8 +170,7 @@ def _along_keys(call: _Call, kernel, ring: Ring, tx: Operands, saved, outputs):
         for a, t, n in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
     ]
     return call.run(
-        kernel, ring, call.query_length, call.query_heads, (*rows, x.query_lengths, x.key_lengths, *saved), outputs,
-        BN=ring.tile, RAGGED=bool(call.key_length % ring.tile),
+        kernel, ring, False, rows, saved, outputs, BN=ring.tile,
         HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None,
     )  # fmt: skip
 
@@ -171,28 +187,22 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     lse2, delta, t_delta = portable._statistics(
         portable._Call(launcher, problem, x), o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual
     )
-    rows = (lse2, mu, delta, t_delta)
     query = ((x.query, tx.query), (d_o, t_d_o))
     key = ((x.key, tx.key), (x.value, tx.value))
 
     def side(ring: Ring, row: bool, wants) -> tuple:
+        ring = call.ring(ring)
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
         place = lambda array, n, stand_in=None: Rows(stand_in if array is None else array, n, call.columns)
-        inputs = (
+        descriptors = (
             place(a, GROUP), place(c, GROUP), place(b, ring.tile), place(e, ring.tile),
-            place(ta, GROUP, a), place(tc, GROUP, c), place(tb, ring.tile, b), place(te, ring.tile, e), *rows,
-            x.query_lengths, x.key_lengths,
+            place(ta, GROUP, a), place(tc, GROUP, c), place(tb, ring.tile, b), place(te, ring.tile, e),
         )  # fmt: skip
-        length, heads, like = (
-            (call.query_length, call.query_heads, call.output)
-            if row
-            else (call.key_length, call.key_heads, call.key_gradient)
-        )
-        streamed_length = call.key_length if row else call.query_length
+        like = call.output if row else call.key_gradient
         return call.run(
-            backward_kernels.backward, ring, length, heads, inputs, [like if w else None for w in wants],
-            T=ring.tile, ROW=row, RAGGED=bool(streamed_length % ring.tile),
+            backward_kernels.backward, ring, not row, descriptors, (lse2, mu, delta, t_delta),
+            [like if w else None for w in wants], T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
             WANT_A=wants[0], WANT_C=wants[1], WANT_TA=wants[2], WANT_TC=wants[3],
         )  # fmt: skip

@@ -164,13 +164,6 @@ def masks(features, row, ragged):
     return (row and ragged) or bool({"left", "right", "tiles", lengths} & {*features.split()})
 
 
-@triton.constexpr_function
-def alike(features):
-    """Are blocks as long as each other?  Then nobody needs to hand them out: a program computes one after the other, and its
-    producer loads for the next while the last ends."""
-    return not {"left", "right", "lengths", "tiles"} & {*features.split()}
-
-
 @gluon.jit
 def own_block(i, n, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
     """(block, batch entry and head) of number i of n.  Under causality the longest blocks, first or last, of a few heads go
@@ -229,28 +222,71 @@ def key_bounds(row, ROWS: gl.constexpr, key_end, left, right, FEATURES: gl.const
 
 
 @gluon.jit
-def masked_tile(t, start, first, end):
-    j = start + t
-    if j >= first:
-        j += end - first
-    return j
+def share(X, i_b, i_h, HQ, GROUP, size, FEATURES: gl.constexpr, NAME: gl.constexpr):
+    """As in `portable/scores.py`."""
+    i = i_b * 0
+    if has(FEATURES, NAME + ":heads"):
+        i += i_b * HQ + i_h if has(FEATURES, NAME + ":batch") else i_h
+    elif has(FEATURES, NAME + ":groups"):
+        i += i_b * (HQ // GROUP) + i_h // GROUP if has(FEATURES, NAME + ":batch") else i_h // GROUP
+    elif has(FEATURES, NAME + ":batch"):
+        i += i_b
+    return X + i.to(gl.int64) * size
 
 
 @gluon.jit
-def visited_tile(t, plain, start, first, end):
-    j = first + t
-    if t >= plain:
-        j = masked_tile(t - plain, start, first, end)
-    return j
+def selected(selection, i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES: gl.constexpr):
+    """What `visible` reads, for this batch entry and query head."""
+    MASK, _, _, Q_SEGMENTS, K_SEGMENTS, _ = selection
+    size = i_b.to(gl.int64) * 0 + 1
+    if has(FEATURES, "mask:rows"):
+        size *= LQ
+    if has(FEATURES, "mask:columns"):
+        size *= LK
+    mask = share(MASK, i_b, i_h, HQ, GROUP, size, FEATURES, "mask")
+    return query_end, key_end, left, right, LQ, LK, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask
+
+
+@gluon.jit
+def visits(
+    selection, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, bounds, T: gl.constexpr, MASKS: gl.constexpr,
+    FEATURES: gl.constexpr,
+):  # fmt: skip
+    """The tiles that a block visits, for `tile_at`: where there is a mask or there are segments those of its list, see
+    `portable/visibility.py`, else those within bounds = (start, first, whole, stop), see `span`."""
+    if has(FEATURES, "tiles"):
+        size = i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
+        p_tiles = share(selection[5], i_b, i_h, HQ, GROUP, size, FEATURES, "tiles") + i_block * (n_tiles + 2)
+        plain = gl.load(p_tiles)
+        return plain, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0
+    else:
+        start, first, whole, stop = bounds
+        return span(start, first, whole, stop, T, MASKS)
+
+
+@gluon.jit
+def tile_at(t, tiles_of, MASKED: gl.constexpr, FEATURES: gl.constexpr):
+    """The t-th of the tiles that everybody sees whole, or of the MASKED."""
+    plain, _, start, first, end = tiles_of
+    if has(FEATURES, "tiles"):
+        return gl.load(start + (plain + t if MASKED else t))
+    elif MASKED:
+        j = start + t
+        if j >= first:
+            j += end - first
+        return j
+    else:
+        return first + t
 
 
 @gluon.jit
 def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """[GROUP_ROWS, T]: which of the keys from `column` on are seen by the queries from `row` on; if not ROW, which of the
     queries from `column` on see the keys from `row` on.  An interval of each row: an element costs a comparison or two."""
-    query_end, key_end, left, right = sight
+    query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, mask = sight
     o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    o_c = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    o_t = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
+    o_c = gl.expand_dims(o_t, 0)
     if ROW:
         last = gl.where(o_r < query_end, key_end - 1, -1)
         if has(FEATURES, "right"):
@@ -264,6 +300,24 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
         seen = seen & (o_c >= gl.expand_dims(o_r - left - column, 1))
     if has(FEATURES, "right") and not ROW:
         seen = seen & (o_c >= gl.expand_dims(o_r - right - column, 1))
+    if has(FEATURES, "segments"):
+        if ROW:
+            b_r = gl.load(Q_SEGMENTS + o_r, mask=o_r < LQ, other=0)
+            b_c = gl.load(K_SEGMENTS + column + o_t, mask=column + o_t < LK, other=0)
+        else:
+            b_r = gl.load(K_SEGMENTS + o_r, mask=o_r < LK, other=0)
+            b_c = gl.load(Q_SEGMENTS + column + o_t, mask=column + o_t < LQ, other=0)
+        seen = seen & (gl.expand_dims(b_r, 1) == gl.expand_dims(b_c, 0))
+    if has(FEATURES, "mask"):
+        if has(FEATURES, "mask:aligned"):
+            LK = LK // 16 * 16  # the same, but with a divisor that the compiler sees
+        o_x = gl.expand_dims(o_r, 1) * 0 + o_c * 0
+        if has(FEATURES, "mask:rows"):
+            o_m = gl.expand_dims(o_r, 1) if ROW else column + o_c
+            o_x = o_x.to(gl.int64) + o_m.to(gl.int64) * (LK if has(FEATURES, "mask:columns") else 1)
+        if has(FEATURES, "mask:columns"):
+            o_x += column + o_c if ROW else gl.expand_dims(o_r, 1)
+        seen = seen & (gl.load(mask + o_x, mask=seen, other=0) != 0)
     return seen
 
 
