@@ -89,7 +89,8 @@ CASES = make_cases(1)  # in tiles of 16, the last ragged
 large = functools.cache(lambda: make_cases(16))
 TF32_EPSILON = 2.0**-11
 SERVED_BY_HOPPER = {
-    "shape", "is_causal", "causal_alignment", "local_window_size", "query_seq_lengths", "key_value_seq_lengths",
+    "shape", "is_causal", "causal_alignment", "local_window_size", "query_seq_lengths", "key_value_seq_lengths", "mask",
+    "query_segment_ids", "key_value_segment_ids",
 }  # fmt: skip
 COLUMNS = {"interpret": "kernels interpreted", "xla": "tiled reference"}
 SEED = jax.random.key_data(jax.random.key(5))
@@ -249,12 +250,17 @@ def test_broken_kernels_fail(module, old, new, case, broken_kernels):
         check(CASES[case], "interpret", "float32")
 
 
+WIDE = ("bias", "mask", "segments-causal", "soft-cap", "dropout", "everything")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("case", CASES)
-def test_on_a_gpu(case, dtype, record_property):
+@pytest.mark.parametrize(
+    ("case", "dtype", "head_dim"),
+    [*((c, dtype, 64) for c in CASES for dtype in ("bfloat16", "float32")), *((c, "bfloat16", 128) for c in WIDE)],
+)
+def test_on_a_gpu(case, dtype, head_dim, record_property):
     record_property("supports", support.claim(case, f"JAX, kernels on a GPU, {dtype}"))
-    check(large()[case], "portable", dtype, D=64, product_epsilon=TF32_EPSILON)
+    check(large()[case], "portable", dtype, D=head_dim, product_epsilon=TF32_EPSILON)
 
 
 @pytest.mark.gpu

@@ -38,6 +38,8 @@ HOPPER_SHAPES = [
     (1, 100, 1, 2, 1, 128, True),
     (2, 1000, 1000, 4, 2, 64, True),
     (1, 383, 385, 2, 2, 128, True),
+    (9, 300, 260, 8, 4, 64, False),  # more blocks than multiprocessors
+    (8, 384, 200, 8, 4, 128, False),
 ]
 
 
