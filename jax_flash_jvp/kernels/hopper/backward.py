@@ -29,9 +29,11 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     barriers,
     clean,
     halves,
+    hide,
     key_bounds,
     load_resident,
     load_tile,
+    looked_up,
     masks,
     matrix,
     own_block,
@@ -45,7 +47,6 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     sums,
     tile_at,
     tiles,
-    visible,
     visits,
     zeroed,
 )
@@ -323,12 +324,12 @@ def consume_block(
                     if THROUGH_SHARED:
                         mbarrier.wait(s_full.index(stage), s_phase)
                         lse2 = staged_column(stats, 4 * stage, x_l)
+                    seen = looked_up(a_start, j * T, sight, T, ROW, MASKED, FEATURES, s_l)
                     b_s = warpgroup_mma_wait(parts(C) if USE_C else 0, deps=[b_s])
                     b_ts = zero
                     if USE_TB:
                         b_s, b_ts = halves(b_s, T, s_l)
-                    if MASKED:
-                        b_s = gl.where(visible(a_start, j * T, sight, T, ROW, FEATURES, s_l), b_s, -float("inf"))
+                    b_s = hide(b_s, seen, a_start, j * T, sight, T, ROW, MASKED, FEATURES, s_l)
                     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
                     if N_P > 0:
                         p = gl.convert_layout(b_p.to(dtype), p_l)

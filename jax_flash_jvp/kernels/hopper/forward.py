@@ -23,10 +23,12 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     barriers,
     clean,
     halves,
+    hide,
     key_bounds,
     load_resident,
     load_rows,
     load_tile,
+    looked_up,
     masks,
     matrix,
     own_block,
@@ -142,10 +144,11 @@ def tangent_center(b_ts, count, scale):
 
 @gluon.jit
 def scores(
-    w: gl.constexpr, q, tq, kk, turn, tick, scale, C: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr,
+    w: gl.constexpr, q, tq, kk, turn, tick, scale, row, k_row, sight, C: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, HAS_TQ: gl.constexpr,
+    HAS_TK: gl.constexpr,
 ):  # fmt: skip
-    """q kᵀ [64, BN], and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk."""
+    """q kᵀ [64, BN], −∞ where k is hidden, and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk."""
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, product_layout(BN))
     PAIRED: gl.constexpr = HAS_TK and D > 64  # both products of q in one; at 64 that is slower
     N_TS: gl.constexpr = 0 if PAIRED else parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
@@ -164,23 +167,20 @@ def scores(
             b_ts = score_product(q, kk.slice(BN, BN, 0), b_ts, HAS_TQ, C)
     if TURNS:
         mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
+    s_l: gl.constexpr = product_layout(BN)
+    seen = looked_up(row, k_row, sight, BN, True, MASKED, FEATURES, s_l)
     b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
     if PAIRED:
         b_s, b_ts = halves(b_s, BN, product_layout(BN))
         b_ts *= scale * 0 + 1  # by one: sums that no instruction begins are serialised by the assembler
         if HAS_TQ:
             b_ts = score_product(tq, k, b_ts, True, C)
-    return b_s, b_ts
+    return hide(b_s, seen, row, k_row, sight, BN, True, MASKED, FEATURES, s_l), b_ts
 
 
 @gluon.jit
-def softmax(
-    b_s, b_m, b_l, row, k_row, sight, scale, BN: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+def softmax(b_s, b_m, b_l, scale):
     """(p, what earlier sums are to be multiplied by, maxima in base 2, sums) with these scores."""
-    if MASKED:
-        b_s = gl.where(visible(row, k_row, sight, BN, True, FEATURES, LAYOUT), b_s, -float("inf"))
     m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
     b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(b_m - m_new)
@@ -222,9 +222,10 @@ def consume_dual(
                 mbarrier.wait(full.index(k_slot), k_phase)
                 tq = matrix(tq_s, w + (tick >> 30), GROUP_ROWS, D)
                 b_s, b_ts = scores(
-                    w, q, tq, kk, turn, tick, scale, C, D, BN, GROUPS, TURNS, HAS_TQ, HAS_TK
+                    w, q, tq, kk, turn, tick, scale, row, j * BN, sight, C, D, BN, GROUPS, TURNS, MASKED, FEATURES, HAS_TQ,
+                    HAS_TK,
                 )  # fmt: skip
-                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, FEATURES, s_l)
+                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 b_o = scaled(b_o, alpha)
                 b_to = scaled(b_to, alpha)
@@ -317,18 +318,16 @@ def consume_tangent(
                 mbarrier.wait(full.index(k_slot), k_phase)
                 tq = matrix(tq_s, w + (tick >> 30), GROUP_ROWS, D)
                 b_s, b_ts = scores(
-                    w, q, tq, kk, turn, tick, scale, C, D, BN, GROUPS, TURNS, HAS_TQ, HAS_TK
+                    w, q, tq, kk, turn, tick, scale, row, j * BN, sight, C, D, BN, GROUPS, TURNS, MASKED, FEATURES, HAS_TQ,
+                    HAS_TK,
                 )  # fmt: skip
-                if MASKED:
-                    seen = visible(row, j * BN, sight, BN, True, FEATURES, s_l)
-                    b_s = gl.where(seen, b_s, -float("inf"))
                 b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(lse2, 1))
                 if HAS_TV:
                     p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and has(FEATURES, "key_lengths"):
-                        b_ts = gl.where(seen, b_ts, 0.0)
+                        b_ts = gl.where(visible(row, j * BN, sight, BN, True, FEATURES, s_l), b_ts, 0.0)
                 mbarrier.arrive(empty.index(k_slot), count=1)
 
                 mbarrier.wait(full.index(v_slot), v_phase)
@@ -392,11 +391,13 @@ def consume_plain(
         if (not MASKED or MASKS) and n > 0:
             mbarrier.wait(full.index(k_slot), k_phase)
             k = matrix(ring, k_slot, BN, D)
+            j = tile_at(0, tiles_of, MASKED, FEATURES)
             b_s = score_product(q, k, zero, False, C)
+            seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             mbarrier.arrive(empty.index(k_slot), count=1)
-            j = tile_at(0, tiles_of, MASKED, FEATURES)
-            b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, FEATURES, s_l)
+            b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
+            b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
             b_o = scaled(b_o, alpha)
             p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
             v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
@@ -416,9 +417,11 @@ def consume_plain(
                 b_o = accumulated(p, v, b_o, C)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
+                seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
-                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, row, j * BN, sight, scale, BN, MASKED, FEATURES, s_l)
+                b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
+                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
                 b_o, p = settled(b_o, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)

@@ -322,6 +322,30 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
 
 
 @gluon.jit
+def looked_up(
+    row, column, sight, T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """What is `visible` for `hide`, as far as that takes loads: to be asked for before a product is waited for."""
+    if MASKED and has(FEATURES, "tiles"):
+        return visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
+    else:
+        return 0
+
+
+@gluon.jit
+def hide(
+    b_s, seen, row, column, sight,
+    T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores, −∞ where a key is hidden."""
+    if MASKED:
+        if not has(FEATURES, "tiles"):
+            seen = visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
+        b_s = gl.where(seen, b_s, -float("inf"))
+    return b_s
+
+
+@gluon.jit
 def clean(tile, row, end, ROWS: gl.constexpr, D: gl.constexpr):
     """Zeros for the rows of a tile in shared memory past `end`, which may hold anything: 0 · NaN would be NaN."""
     if row + ROWS > end:

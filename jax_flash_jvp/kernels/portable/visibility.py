@@ -152,17 +152,21 @@ def look_at_tiles(
     sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
     i_m = i_tile % n_m if BY_KEY else i_tile // n_n
     i_n = i_tile // n_m if BY_KEY else i_tile % n_n
-    o_m = i_m * BM + tl.arange(0, BM)[:, None]
-    if mask_alone(FEATURES):  # four keys at a time
-        o_w = i_n * (BN // 4) + tl.arange(0, BN // 4)[None, :]
-        p_mask = mask.to(tl.pointer_type(tl.int32)) + (o_m.to(tl.int64) * (LK // 16 * 4) + o_w)
-        b_four = tl.load(p_mask, mask=(o_m < LQ) & (o_w < LK // 16 * 4), other=0)
-        b_some, b_all = b_four != 0, b_four == 0x01010101
-    else:
-        b_some = visible(o_m, i_n * BN + tl.arange(0, BN)[None, :], sight, FEATURES)
-        b_all = b_some
-    something = tl.max(tl.max((b_some & (o_m < LQ)).to(tl.int32), 1), 0)
-    everything = tl.min(tl.min((b_all | (o_m >= LQ)).to(tl.int32), 1), 0)
+    ROWS: tl.constexpr = BM if mask_alone(FEATURES) or BM < 32 else 32  # at a time
+    something = tl.full([], 0, tl.int32)
+    everything = something + 1
+    for row in range(i_m * BM, i_m * BM + BM, ROWS):
+        o_m = row + tl.arange(0, ROWS)[:, None]
+        if mask_alone(FEATURES):  # four keys at a time
+            o_w = i_n * (BN // 4) + tl.arange(0, BN // 4)[None, :]
+            p_mask = mask.to(tl.pointer_type(tl.int32)) + (o_m.to(tl.int64) * (LK // 16 * 4) + o_w)
+            b_four = tl.load(p_mask, mask=(o_m < LQ) & (o_w < LK // 16 * 4), other=0)
+            b_some, b_all = b_four != 0, b_four == 0x01010101
+        else:
+            b_some = visible(o_m, i_n * BN + tl.arange(0, BN)[None, :], sight, FEATURES)
+            b_all = b_some
+        something = tl.maximum(something, tl.max(tl.max((b_some & (o_m < LQ)).to(tl.int32), 1), 0))
+        everything = tl.minimum(everything, tl.min(tl.min((b_all | (o_m >= LQ)).to(tl.int32), 1), 0))
     tl.store(SEEN + i_bh * n_m * n_n + i_tile, something + everything * something)
 
 
