@@ -256,6 +256,7 @@ def allocate(dtype, shape, layout):
 language = types.ModuleType("triton.experimental.gluon.language")
 vars(language).update(
     constexpr=lambda value: value, static_range=range, float32=np.dtype(np.float32), int64=np.dtype(np.int64),
+    int8=np.dtype(np.int8),
     program_id=lambda axis: block(place.program), num_programs=lambda axis: block(place.programs),
     cdiv=lambda a, b: -(-a // b), allocate_shared_memory=allocate,
     load=load, store=store, expand_dims=lambda a, axis: np.expand_dims(a, axis).view(Block),

@@ -238,7 +238,7 @@ MUTANTS = {
     "window-stops-early": (visibility, "i_n * BN + BN + left", "i_n * BN + left", "long-window"),
     "segments-of-keys": (visibility, "b_seen &= b_queries == tl", "b_seen &= b_queries >= tl", "segments"),
     "tile-not-listed": (visibility, "mask=o_t < n_tiles, other", "mask=o_t < n_tiles - 1, other", "mask"),
-    "tile-not-whole": (visibility, "+ everything * something", "+ something", "mask"),
+    "tile-not-whole": (visibility, "(everything & something)", "something", "mask"),
     "word-not-whole": (visibility, "b_four == 0x01010101", "b_four != 0", "mask-in-words"),
 }  # fmt: skip
 

@@ -116,8 +116,10 @@ class _Call:
         self.key_gradient = Output((self.batch, self.key_length, self.key_heads, self.head_dim), self.dtype)
 
     def ring(self, ring: Ring) -> Ring:
-        """Blocks of which there are lists have a power of two of rows."""
-        return ring._replace(groups=2) if "tiles" in self.features else ring
+        """For this call: blocks of which there are lists have a power of two of rows, and the tile of a mask takes room."""
+        words = self.features.split()
+        slots = ring.slots - 2 if "mask" in words and (ring.tile, ring.slots) == (32, 12) else ring.slots
+        return ring._replace(slots=slots, groups=2) if "tiles" in words else ring
 
     def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""

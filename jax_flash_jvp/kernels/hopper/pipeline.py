@@ -309,16 +309,36 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
             b_c = gl.load(Q_SEGMENTS + column + o_t, mask=column + o_t < LQ, other=0)
         seen = seen & (gl.expand_dims(b_r, 1) == gl.expand_dims(b_c, 0))
     if has(FEATURES, "mask"):
+        seen = seen & (masked_in(row, column, mask, LQ, LK, T, ROW, FEATURES, LAYOUT) != 0)
+    return seen
+
+
+@gluon.jit
+def masked_in(
+    row, column, mask, LQ, LK, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """The tile of a mask [1|T, 1|S], or its only row or column.  A whole tile is read along the memory's rows, and then handed
+    to the threads that need it."""
+    if has(FEATURES, "mask:rows") and has(FEATURES, "mask:columns"):
         if has(FEATURES, "mask:aligned"):
             LK = LK // 16 * 16  # the same, but with a divisor that the compiler sees
-        o_x = gl.expand_dims(o_r, 1) * 0 + o_c * 0
-        if has(FEATURES, "mask:rows"):
-            o_m = gl.expand_dims(o_r, 1) if ROW else column + o_c
-            o_x = o_x.to(gl.int64) + o_m.to(gl.int64) * (LK if has(FEATURES, "mask:columns") else 1)
-        if has(FEATURES, "mask:columns"):
-            o_x += column + o_c if ROW else gl.expand_dims(o_r, 1)
-        seen = seen & (gl.load(mask + o_x, mask=seen, other=0) != 0)
-    return seen
+        if ROW:
+            layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // T, T // 16], [4, 1], [1, 0])
+        else:
+            layout: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1])
+        o_r = gl.expand_dims(row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
+        o_c = gl.expand_dims(column + gl.arange(0, T, layout=gl.SliceLayout(0, layout)), 0)
+        o_m, o_n = (o_r, o_c) if ROW else (o_c, o_r)
+        b_x = gl.load(mask + (o_m.to(gl.int64) * LK + o_n), mask=(o_m < LQ) & (o_n < LK), other=0)
+        return gl.convert_layout(b_x.to(gl.int8), LAYOUT)
+    elif has(FEATURES, "mask:rows" if ROW else "mask:columns"):
+        o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        return gl.expand_dims(gl.load(mask + o_r, mask=o_r < (LQ if ROW else LK), other=0), 1)
+    elif has(FEATURES, "mask:columns" if ROW else "mask:rows"):
+        o_c = column + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
+        return gl.expand_dims(gl.load(mask + o_c, mask=o_c < (LK if ROW else LQ), other=0), 0)
+    else:
+        return gl.load(mask)
 
 
 @gluon.jit

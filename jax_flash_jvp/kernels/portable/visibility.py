@@ -127,10 +127,17 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
 
 
 @triton.constexpr_function
-def mask_alone(features):
-    """Is a mask, in rows of whole words, all that hides keys?"""
-    words = {"mask:rows", "mask:columns", "mask:aligned"}
-    return words <= {*features.split()} and not {"left", "right", "lengths", "segments"} & {*features.split()}
+def in_words(features):
+    """Is the mask one of rows of whole words?"""
+    return {"mask:rows", "mask:columns", "mask:aligned"} <= {*features.split()}
+
+
+@triton.jit
+def extent(SEGMENTS, start, L, B: tl.constexpr):
+    """(lowest, highest) of the segments of B rows."""
+    o_x = start + tl.arange(0, B)
+    b_x = tl.load(SEGMENTS + o_x, mask=o_x < L, other=tl.load(SEGMENTS + start))
+    return tl.min(b_x, 0), tl.max(b_x, 0)
 
 
 @triton.jit
@@ -140,34 +147,46 @@ def look_at_tiles(
     SEEN,
     BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """What is to be seen in a tile, 2: everything, 1: something, 0: nothing.  A program looks at one: for each block of queries,
-    or BY_KEY of keys, at those along the other axis.  Of HQ // heads query heads the first stands for all."""
+    """What is to be seen in a tile, 2: everything, 1: perhaps something, 0: nothing.  A program looks at one: for each block of
+    queries, or BY_KEY of keys, at those along the other axis.  Of HQ // heads query heads the first stands for all.  Of
+    positions and of segments the ends tell, so that the tile itself is read of a mask alone."""
     n_m = tl.cdiv(LQ, BM)
     n_n = tl.cdiv(LK, BN)
     i_bh = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
     i_tile = tl.program_id(0) % (n_m * n_n)
     i_b = i_bh // heads
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
-    mask = matrix(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, FEATURES, "mask")
-    sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
-    i_m = i_tile % n_m if BY_KEY else i_tile // n_n
-    i_n = i_tile // n_m if BY_KEY else i_tile % n_n
-    ROWS: tl.constexpr = BM if mask_alone(FEATURES) or BM < 32 else 32  # at a time
-    something = tl.full([], 0, tl.int32)
-    everything = something + 1
-    for row in range(i_m * BM, i_m * BM + BM, ROWS):
-        o_m = row + tl.arange(0, ROWS)[:, None]
-        if mask_alone(FEATURES):  # four keys at a time
-            o_w = i_n * (BN // 4) + tl.arange(0, BN // 4)[None, :]
+    m = (i_tile % n_m if BY_KEY else i_tile // n_n) * BM
+    n = (i_tile // n_m if BY_KEY else i_tile % n_n) * BN
+    m_last, n_last = tl.minimum(m + BM, LQ) - 1, n + BN - 1
+    something = (n < key_end) & (m < query_end)
+    everything = (n_last < key_end) & (m_last < query_end)
+    if has(FEATURES, "right"):
+        something &= n <= m_last + right
+        everything &= n_last <= m + right
+    if has(FEATURES, "left"):
+        something &= n_last >= m - left
+        everything &= n >= m_last - left
+    if has(FEATURES, "segments"):
+        q_low, q_high = extent(Q_SEGMENTS + i_b * LQ, m, LQ, BM)
+        k_low, k_high = extent(K_SEGMENTS + i_b * LK, n, LK, BN)
+        something &= (q_low <= k_high) & (k_low <= q_high)
+        everything &= (q_low == k_high) & (k_low == q_high)
+    if has(FEATURES, "mask"):
+        mask = matrix(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, FEATURES, "mask")
+        o_m = m + tl.arange(0, BM)[:, None]
+        o_n = n + tl.arange(0, BN)[None, :]
+        if in_words(FEATURES):  # four keys at a time
+            o_w = n // 4 + tl.arange(0, BN // 4)[None, :]
             p_mask = mask.to(tl.pointer_type(tl.int32)) + (o_m.to(tl.int64) * (LK // 16 * 4) + o_w)
             b_four = tl.load(p_mask, mask=(o_m < LQ) & (o_w < LK // 16 * 4), other=0)
             b_some, b_all = b_four != 0, b_four == 0x01010101
         else:
-            b_some = visible(o_m, i_n * BN + tl.arange(0, BN)[None, :], sight, FEATURES)
+            b_some = load_scores(mask, o_m, o_n, LQ, LK, FEATURES, "mask") != 0
             b_all = b_some
-        something = tl.maximum(something, tl.max(tl.max((b_some & (o_m < LQ)).to(tl.int32), 1), 0))
-        everything = tl.minimum(everything, tl.min(tl.min((b_all | (o_m >= LQ)).to(tl.int32), 1), 0))
-    tl.store(SEEN + i_bh * n_m * n_n + i_tile, something + everything * something)
+        something &= tl.max(tl.max(b_some.to(tl.int32), 1), 0) != 0
+        everything &= tl.min(tl.min((b_all | (o_m >= LQ)).to(tl.int32), 1), 0) != 0
+    tl.store(SEEN + i_bh * n_m * n_n + i_tile, something.to(tl.int32) + (everything & something).to(tl.int32))
 
 
 @triton.jit
