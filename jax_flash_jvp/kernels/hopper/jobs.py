@@ -41,6 +41,7 @@ KEY_SIDE = {
     (64, "dual"): Ring(32, 16, False),
     (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
+WITH_MASK = {Ring(32, 12, False): Ring(32, 10, False), Ring(64, 6, False): Ring(32, 10, True)}
 VALUES_DUAL = {96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, False)}
 QUERY_SIDE = {
@@ -117,9 +118,9 @@ class _Call:
 
     def ring(self, ring: Ring) -> Ring:
         """For this call: blocks of which there are lists have a power of two of rows, and the tile of a mask takes room."""
-        words = self.features.split()
-        slots = ring.slots - 2 if "mask" in words and (ring.tile, ring.slots) == (32, 12) else ring.slots
-        return ring._replace(slots=slots, groups=2) if "tiles" in words else ring
+        if "mask" in self.features.split():
+            ring = WITH_MASK.get(ring, ring)
+        return ring._replace(groups=2) if "tiles" in self.features else ring
 
     def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
