@@ -130,6 +130,8 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
         (1024, 128, (None, 0), ["hopper"] * 3),
         (8192, 32, None, ["portable"] * 3),
         (8192, 192, None, ["portable"] * 3),
+        (8192, 64, "documents", ["portable", "hopper", "portable"]),
+        (8192, 128, "documents", ["hopper"] * 3),
     ],
 )
 def test_which_kernels_are_taken(length, head_dim, window, families):
@@ -137,9 +139,13 @@ def test_which_kernels_are_taken(length, head_dim, window, families):
     recorder = Recorder()
     o = jax.ShapeDtypeStruct((1, length, 2, head_dim), jnp.bfloat16)
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
+    if window == "documents":
+        segments, window = jax.ShapeDtypeStruct((1, length), "int32"), None
+        x = x._replace(query_segments=segments, key_segments=segments)
     case = Problem(scale=0.1, window=window)
     every.forward(recorder, case, x)
     every.forward(recorder, case, x, x)
     every.backward(recorder, case, x, (o, statistic), (o, None), QUERY)
-    kernels = [kernel for kernel, *_ in recorder.launches if kernel.__name__ != "statistics"]
+    others = ("statistics", "look_at_tiles", "list_tiles")
+    kernels = [kernel for kernel, *_ in recorder.launches if kernel.__name__ not in others]
     assert [kernel.fn.__module__.split(".")[-2] for kernel in kernels] == families

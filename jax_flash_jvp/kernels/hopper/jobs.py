@@ -87,6 +87,9 @@ def faster(job: str, problem: Problem, x: Operands) -> bool:
     (queries, _, head_dim), keys = x.query.shape[1:], x.key.shape[1]
     if head_dim <= WIDTHS[0] // 2:
         return False
+    listed = x.mask is not None or x.query_segments is not None
+    if listed and head_dim <= WIDTHS[0] and job in ("forward", "backward"):
+        return False
     left, right = problem.reach(queries, keys)
     window = keys if left is None or right is None else left + right + 1
     return min(queries, keys, window) >= FROM[_width(head_dim)][job]
