@@ -235,6 +235,7 @@ class Interpreter(_Contiguous):
 
     target: int | str = "interpret"
     descriptors = False
+    multiprocessors: int | None = None
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         present = [i for i in inputs if i is not None]
@@ -258,7 +259,7 @@ class JaxTriton(_Contiguous):
         library = self.jax_triton.triton_lib
         self.target = library.triton_kernel_call_lib.get_compute_capability(0)
         self.descriptors = hasattr(library, "TensorDescriptor")  # from 0.4 on
-        self.multiprocessors = getattr(_first_gpu(), "core_count", None)
+        self.multiprocessors: int | None = getattr(_first_gpu(), "core_count", None)
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]

@@ -327,10 +327,10 @@ def emulated(old="", new=""):
 class Launcher:
     """Arrays are numpy's.  The kernels of Triton run through its own interpreter."""
 
-    target, descriptors, multiprocessors = 90, True, 2
+    target, descriptors = 90, True
 
-    def __init__(self, *change, late=False):
-        self.modules, self.late = emulated(*change), late
+    def __init__(self, *change, late=False, multiprocessors=2):
+        self.modules, self.late, self.multiprocessors = emulated(*change), late, multiprocessors
 
     def strides(self, array):
         return tuple(s // array.itemsize for s in array.strides)

@@ -195,11 +195,12 @@ MUTANTS = {  # and whether it takes late copies to notice
 
 @pytest.mark.parametrize(("old", "new", "late"), MUTANTS.values(), ids=MUTANTS)
 def test_broken_kernels_fail(old, new, late):
-    launcher = gluon_on_numpy.Launcher(old, new, late=late)
+    launcher = gluon_on_numpy.Launcher(old, new, late=late, multiprocessors=1)
     with pytest.raises(AssertionError):
         check(problem(64, False), *operands((1, 400, 700, 1, 1, 64)), launcher=launcher)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 def test_whole_kernels_pass(late):
-    check(problem(64, False), *operands((1, 400, 700, 1, 1, 64)), launcher=gluon_on_numpy.Launcher(late=late))
+    launcher = gluon_on_numpy.Launcher(late=late, multiprocessors=1)
+    check(problem(64, False), *operands((1, 400, 700, 1, 1, 64)), launcher=launcher)

@@ -16,6 +16,7 @@ GROUP = 64  # resident rows of a consumer warpgroup
 WIDTHS = (64, 96, 128)  # up to so many channels; tiles have 64 or 128
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
+PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = 4096
@@ -52,7 +53,7 @@ QUERY_SIDE = {
 
 # the shortest loops over a sequence or a window, by width and job, for which these kernels are faster
 FROM = {
-    64: dict(forward=2048, forward_dual=128, tangent=128, backward=8192, backward_dual=512),
+    64: dict(forward=2048, forward_dual=128, tangent=128, backward=4096, backward_dual=512),
     96: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
     128: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
 }
@@ -119,24 +120,30 @@ class _Call:
         self.output = Output((self.batch, self.query_length, self.query_heads, self.head_dim), self.dtype)
         self.key_gradient = Output((self.batch, self.key_length, self.key_heads, self.head_dim), self.dtype)
 
-    def ring(self, ring: Ring) -> Ring:
-        """For this call: blocks of which there are lists have a power of two of rows, and the tile of a mask takes room."""
-        if "mask" in self.features.split():
+    def blocks(self, groups: int, by_key: bool) -> int:
+        length, heads = (self.key_length, self.key_heads) if by_key else (self.query_length, self.query_heads)
+        return triton.cdiv(length, GROUP * groups) * self.batch * heads
+
+    def ring(self, ring: Ring, by_key: bool = False) -> Ring:
+        """For this call: the tile of a mask takes room, and blocks of which there are lists have a power of two of rows."""
+        words = self.features.split()
+        if "mask" in words:
             ring = WITH_MASK.get(ring, ring)
-        return ring._replace(groups=2) if "tiles" in self.features else ring
+        at_once = self.launcher.multiprocessors or 1
+        two, three = (
+            -(-self.blocks(groups, by_key) // at_once) * groups for groups in (2, 3)
+        )  # the time that they take
+        return ring._replace(groups=2) if "tiles" in words or two * PAIR_FOR_THREE < three else ring
 
     def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
-        length, heads, streamed = self.query_length, self.query_heads, self.key_length
-        if by_key:
-            group = heads // self.key_heads
-            length, heads, streamed = self.key_length, self.key_heads, self.query_length * group
-        rows = GROUP * ring.groups
-        blocks = programs = triton.cdiv(length, rows) * self.batch * heads
+        blocks = programs = self.blocks(ring.groups, by_key)
+        streamed = self.query_length * self.query_heads // self.key_heads if by_key else self.key_length
         words = self.features
         if self.launcher.multiprocessors and not {"left", "right", "lengths", "tiles"} & {*words.split()}:
             if blocks > self.launcher.multiprocessors and streamed <= PERSISTENT:
                 programs, words = self.launcher.multiprocessors, f"{words} persistent"
+        rows = GROUP * ring.groups
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         x, placeholder, tiles = self.x, Output((1,), "float32"), None
         if "tiles" in self.features:
@@ -197,7 +204,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     key = ((x.key, tx.key), (x.value, tx.value))
 
     def side(ring: Ring, row: bool, wants) -> tuple:
-        ring = call.ring(ring)
+        ring = call.ring(ring, not row)
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
         place = lambda array, n, stand_in=None: Rows(stand_in if array is None else array, n, call.columns)
