@@ -73,6 +73,7 @@ def dot_product_attention(
       causal_alignment: "upper_left", as in jax.nn, or "lower_right": then `is_causal` and `local_window_size` count queries
         from the end, i + S - T in place of i, so that the last query sees the last key, as when decoding.
       query_segment_ids: int32 [B, T] or [T]; a query attends to keys of its own segment: packed documents.
+        Where they are in order, tiles without a common segment are not visited.
       key_value_segment_ids: int32 [B, S] or [S]; given together with `query_segment_ids`.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before bias and masks (arXiv:2408.00118, section 2).
       sinks: [N]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.

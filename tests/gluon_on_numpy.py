@@ -325,7 +325,8 @@ def emulated(old="", new=""):
 
 
 class Launcher:
-    """Arrays are numpy's.  The kernels of Triton run through its own interpreter."""
+    """Arrays are numpy's.  The kernels of Triton run through its own interpreter.  So few multiprocessors that a program computes
+    several blocks."""
 
     target, descriptors = 90, True
 

@@ -68,6 +68,7 @@ def make_cases(m: int) -> dict[str, dict]:
         "grouped-bias": dict(shape=(1, 9, 18, 4, 2), bias=oracle.normal(9, 1, 2, 9, 18)),
         "grouped-bias-of-all-heads": dict(shape=(1, 9, 18, 4, 2), dropout_rate=0.3, **bias(1, 4, 1, 18)),
         "grouped-mask": dict(shape=(2, 9, 18, 4, 2), mask=sparse[:, :, :9, :18], logits_soft_cap=1.0),
+        "grouped-mask-uneven": dict(shape=(2, 19 * m - 1, 35 * m - 3, 4, 2), mask=sparse[:, :, :-1, :-3]),
         "grouped-segments": dict(shape=(2, 9, 18, 4, 1), **both(segments[0][:, :9], segments[1][:, :18])),
         "long-window": dict(
             shape=(1, 70 * m, 90 * m, 1, 1), local_window_size=(40 * m, 9), causal_alignment="lower_right"
@@ -164,7 +165,7 @@ def check(case, implementation, dtype, D=4, product_epsilon=0):
 SLOW = {  # what others show as well
     "bias-by-query", "bias-by-head", "bias-by-batch-and-key", "bias-hides", "mask-by-key", "mask-by-batch", "key-lengths",
     "query-lengths", "segments-causal", "window-left", "window-right", "window-wide", "soft-cap", "sinks-without-keys",
-    "dropout", "grouped-bias", "grouped-segments",
+    "dropout", "grouped-bias", "grouped-mask-uneven", "grouped-segments",
 }  # fmt: skip
 
 

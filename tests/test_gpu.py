@@ -40,6 +40,9 @@ HOPPER_SHAPES = [
     (1, 383, 385, 2, 2, 128, True),
     (9, 300, 260, 8, 4, 64, False),  # more blocks than multiprocessors
     (8, 384, 200, 8, 4, 128, False),
+    (35, 190, 180, 4, 4, 64, False),  # three warpgroups
+    (35, 190, 180, 4, 4, 64, True),
+    (35, 190, 180, 4, 4, 72, True),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Every shipped Hopper kernel, compiled without a GPU: no serialised wgmma, hardly a spill, fits."""
+"""The Hopper kernels for calls that fill a GPU, compiled without one: no serialised wgmma, hardly a spill, fits."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ class Recorder:
 
 def last_launch(job, head_dim, kind):
     recorder, length = Recorder(), {"causal-ragged": 1023, "whole": 8192}.get(kind, 1024)
-    batch = 8  # so many blocks that a program computes several, where they are alike
+    batch = 32  # so many blocks that a program computes several, where they are alike and short
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")
     o, statistic = array(8), shape(batch, 8, length, dtype="float32")
@@ -121,6 +121,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     if (job, head_dim) == ("value_side_dual", 64):
         pytest.skip("one launch serves both sums there")
     kernel, signature, constants, options = last_launch(job, head_dim, kind)
+    assert ("persistent" in constants["FEATURES"].split()) == (kind == "persistent")
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert resources.warnings == ()
     assert resources.fits(90)

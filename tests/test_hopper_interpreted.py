@@ -139,10 +139,11 @@ SLOW = {"window-left", "lower-right", "key-lengths", "query-lengths"}
 @pytest.mark.parametrize(
     ("feature", "shape"),
     [
-        pytest.param(feature, shape, id=f"{feature}-D{shape[-1]}", marks=[pytest.mark.slow] * slow)
+        pytest.param(feature, shape, id=f"{feature}-T{shape[1]}-D{shape[-1]}", marks=[pytest.mark.slow] * slow)
         for feature, shape, slow in (
             *((feature, SHAPE, feature in SLOW) for feature in FEATURES),
             *((feature, WIDE, feature != "all") for feature in FEATURES),
+            ("all", (2, 400, 300, 1, 1, 64), True),  # three warpgroups
             *((feature, case.get("shape", SHAPE), False) for feature, case in LISTED.items()),
         )
     ],
@@ -152,7 +153,23 @@ def test_features(feature, shape, late):
     x, tx = operands(shape)
     arrays = {name: given.pop(name) for name in x._fields if name in given}
     case = Problem(scale=shape[-1] ** -0.5, implementation="hopper", **given)
-    check(case, x._replace(**arrays), tx, launcher=gluon_on_numpy.Launcher(late=late))
+    launcher = gluon_on_numpy.Launcher(late=late, multiprocessors=1 if shape[1] == 400 else 2)
+    check(case, x._replace(**arrays), tx, launcher=launcher)
+
+
+LISTED_MUTANTS = {
+    "another-tile": ("plain + t if MASKED else t", "t"),
+    "mask-ignored": ("T, ROW, FEATURES, LAYOUT) != 0)", "T, ROW, FEATURES, LAYOUT) != 2)"),
+    "first-head-for-all": ("i += i_b * (HQ // GROUP) + i_h // GROUP if", "i += i_b * (HQ // GROUP) if"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), LISTED_MUTANTS.values(), ids=LISTED_MUTANTS)
+def test_broken_lists_fail(old, new):
+    x, tx = operands((2, 200, 300, 4, 2, 64))
+    x = x._replace(mask=patches(2, 2, 200, 300, size=128))
+    with pytest.raises(AssertionError):
+        check(problem(64, False), x, tx, launcher=gluon_on_numpy.Launcher(old, new))
 
 
 @pytest.mark.parametrize("wrt", [s for n in (1, 2) for s in itertools.combinations(range(3), n)], ids=str)

@@ -342,6 +342,7 @@ class NumpyLauncher:
 
     target = "interpret"
     descriptors = False
+    multiprocessors = None
 
     def strides(self, array):
         return array.stride()

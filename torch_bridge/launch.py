@@ -22,7 +22,7 @@ class TorchLauncher:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.target, self.multiprocessors = _capability(device)
+        self.target, self.multiprocessors = _properties(device)
         self.launched: list[tuple] = []  # for a plan
 
     def strides(self, array: torch.Tensor) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class TorchLauncher:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def _properties(device: torch.device) -> tuple[int, int]:
     """(compute capability, multiprocessors)."""
     properties = torch.cuda.get_device_properties(device)
     return 10 * properties.major + properties.minor, properties.multi_processor_count

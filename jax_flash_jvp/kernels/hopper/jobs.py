@@ -42,6 +42,7 @@ KEY_SIDE = {
     (64, "dual"): Ring(32, 16, False),
     (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
+# where the tile of a mask does not fit beside the ring; the keys are rings from here
 WITH_MASK = {Ring(32, 12, False): Ring(32, 10, False), Ring(64, 6, False): Ring(32, 10, True)}
 VALUES_DUAL = {96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, False)}
@@ -88,6 +89,7 @@ def faster(job: str, problem: Problem, x: Operands) -> bool:
     (queries, _, head_dim), keys = x.query.shape[1:], x.key.shape[1]
     if head_dim <= WIDTHS[0] // 2:
         return False
+    # lists: measured slower at first order
     listed = x.mask is not None or x.query_segments is not None
     if listed and head_dim <= WIDTHS[0] and job in ("forward", "backward"):
         return False
@@ -113,7 +115,8 @@ class _Call:
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
         self.features = portable.features(problem, x)
-        if (right or 0) < 0 or {"left", "lengths", "tiles"} & {*self.features.split()}:  # rows may see nothing
+        self.words = {*self.features.split()}
+        if (right or 0) < 0 or {"left", "lengths", "tiles"} & self.words:  # rows may see nothing
             self.features += " empty"
         self.scalars = (self.query_heads, group, self.query_length, self.key_length, left or 0, right or 0)
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
@@ -126,34 +129,33 @@ class _Call:
 
     def ring(self, ring: Ring, by_key: bool = False) -> Ring:
         """For this call: the tile of a mask takes room, and blocks of which there are lists have a power of two of rows."""
-        words = self.features.split()
-        if "mask" in words:
+        if {"mask:rows", "mask:columns"} <= self.words:
             ring = WITH_MASK.get(ring, ring)
         at_once = self.launcher.multiprocessors or 1
         two, three = (
             -(-self.blocks(groups, by_key) // at_once) * groups for groups in (2, 3)
         )  # the time that they take
-        return ring._replace(groups=2) if "tiles" in words or two * PAIR_FOR_THREE < three else ring
+        return ring._replace(groups=2) if "tiles" in self.words or two * PAIR_FOR_THREE < three else ring
 
     def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
         blocks = programs = self.blocks(ring.groups, by_key)
         streamed = self.query_length * self.query_heads // self.key_heads if by_key else self.key_length
-        words = self.features
-        if self.launcher.multiprocessors and not {"left", "right", "lengths", "tiles"} & {*words.split()}:
-            if blocks > self.launcher.multiprocessors and streamed <= PERSISTENT:
-                programs, words = self.launcher.multiprocessors, f"{words} persistent"
+        features, alike = self.features, not {"left", "right", "lengths", "tiles"} & self.words
+        at_once = self.launcher.multiprocessors or blocks
+        if alike and streamed <= PERSISTENT and blocks > at_once:
+            programs, features = at_once, f"{features} persistent"
         rows = GROUP * ring.groups
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         x, placeholder, tiles = self.x, Output((1,), "float32"), None
-        if "tiles" in self.features:
+        if "tiles" in self.words:
             tiles = portable._Call(self.launcher, self.problem, x).tiles(Tile(block_m, block_n, WARPS, 1), by_key)
         got = self.launcher.launch(
             kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
             (float(self.problem.scale), blocks, *self.scalars), [placeholder if o is None else o for o in outputs],
             dict(
-                D=self.columns, C=self.head_dim, FEATURES=words, SLOTS=ring.slots, GROUPS=ring.groups, TURNS=ring.turns,
+                D=self.columns, C=self.head_dim, FEATURES=features, SLOTS=ring.slots, GROUPS=ring.groups, TURNS=ring.turns,
                 RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip

@@ -242,7 +242,7 @@ def selected(selection, i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, r
     if has(FEATURES, "mask:rows"):
         size *= LQ
     if has(FEATURES, "mask:columns"):
-        size *= LK
+        size *= LK // 16 * 16 if has(FEATURES, "mask:aligned") else LK  # a divisor that the compiler sees
     mask = share(MASK, i_b, i_h, HQ, GROUP, size, FEATURES, "mask")
     return query_end, key_end, left, right, LQ, LK, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask
 
@@ -282,7 +282,8 @@ def tile_at(t, tiles_of, MASKED: gl.constexpr, FEATURES: gl.constexpr):
 @gluon.jit
 def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """[GROUP_ROWS, T]: which of the keys from `column` on are seen by the queries from `row` on; if not ROW, which of the
-    queries from `column` on see the keys from `row` on.  An interval of each row: an element costs a comparison or two."""
+    queries from `column` on see the keys from `row` on.  An interval of each row, of which an element costs a comparison or
+    two; segments and masks are loaded."""
     query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, mask = sight
     o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     o_t = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
@@ -321,7 +322,7 @@ def masked_in(
     to the threads that need it."""
     if has(FEATURES, "mask:rows") and has(FEATURES, "mask:columns"):
         if has(FEATURES, "mask:aligned"):
-            LK = LK // 16 * 16  # the same, but with a divisor that the compiler sees
+            LK = LK // 16 * 16
         if ROW:
             layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // T, T // 16], [4, 1], [1, 0])
         else:
