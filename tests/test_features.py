@@ -2,6 +2,7 @@
 reference, against dense attention in float64."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -266,8 +267,13 @@ def test_on_a_gpu(case, dtype, head_dim, record_property):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if set(case) <= SERVED_BY_HOPPER])
+@pytest.mark.parametrize(
+    ("case", "head_dim"),
+    [
+        *itertools.product([name for name, case in CASES.items() if set(case) <= SERVED_BY_HOPPER], (64, 128)),
+        ("mask", 72), ("segments-causal", 72),
+    ],
+)  # fmt: skip
 def test_hopper_kernels(case, head_dim):
     check(large()[case], "hopper", "bfloat16", D=head_dim, product_epsilon=TF32_EPSILON)
 

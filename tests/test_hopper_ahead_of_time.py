@@ -17,14 +17,14 @@ from jax_flash_jvp.problem import Operands, Problem
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
 # bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 they are fewer
-SPILL = {"whole": 500, "persistent": 500, "causal-ragged": 420, "window-lengths": 640, "mask": 760, "segments": 720}
+SPILL = {"whole": 500, "persistent": 500, "causal-ragged": 420, "window-lengths": 640, "mask": 620, "segments": 720}
 SPILL_MORE = {
     ("forward", 64, "causal-ragged"): 500, ("forward", 64, "window-lengths"): 1720,
     ("forward_dual", 64, "causal-ragged"): 1100, ("forward_dual", 64, "window-lengths"): 1800,
-    ("forward_dual", 64, "mask"): 1700, ("forward_dual", 64, "segments"): 1400,
+    ("forward_dual", 64, "mask"): 1300, ("forward_dual", 64, "segments"): 1400,
     ("tangent", 96, "window-lengths"): 700,
     ("key_side", 64, "causal-ragged"): 760, ("key_side", 64, "window-lengths"): 760,
-    ("key_side_tangent", 64, "causal-ragged"): 580, ("key_side_tangent", 64, "mask"): 900,
+    ("key_side_tangent", 64, "causal-ragged"): 580,
 }  # fmt: skip
 
 
@@ -141,6 +141,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
         (8192, 32, None, ["portable"] * 3),
         (8192, 192, None, ["portable"] * 3),
         (8192, 64, "documents", ["portable", "hopper", "portable"]),
+        (8192, 72, "documents", ["portable"] * 3),
         (8192, 128, "documents", ["hopper"] * 3),
     ],
 )

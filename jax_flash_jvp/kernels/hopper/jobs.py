@@ -43,7 +43,9 @@ KEY_SIDE = {
     (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
 # where the tile of a mask does not fit beside the ring; the keys are rings from here
-WITH_MASK = {Ring(32, 12, False): Ring(32, 10, False), Ring(64, 6, False): Ring(32, 10, True)}
+WITH_MASK = {
+    Ring(32, 12, False): Ring(32, 10, False), Ring(32, 12, True): Ring(32, 10, True), Ring(64, 6, False): Ring(32, 10, True),
+}  # fmt: skip
 VALUES_DUAL = {96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, False)}
 QUERY_SIDE = {
@@ -89,13 +91,13 @@ def faster(job: str, problem: Problem, x: Operands) -> bool:
     (queries, _, head_dim), keys = x.query.shape[1:], x.key.shape[1]
     if head_dim <= WIDTHS[0] // 2:
         return False
-    # lists: measured slower at first order
+    width = _width(head_dim)
     listed = x.mask is not None or x.query_segments is not None
-    if listed and head_dim <= WIDTHS[0] and job in ("forward", "backward"):
+    if listed and (width == 96 or (width == 64 and job in ("forward", "backward"))):  # the former were not measured
         return False
     left, right = problem.reach(queries, keys)
     window = keys if left is None or right is None else left + right + 1
-    return min(queries, keys, window) >= FROM[_width(head_dim)][job]
+    return min(queries, keys, window) >= FROM[width][job]
 
 
 def _width(head_dim: int) -> int:
@@ -132,9 +134,8 @@ class _Call:
         if {"mask:rows", "mask:columns"} <= self.words:
             ring = WITH_MASK.get(ring, ring)
         at_once = self.launcher.multiprocessors or 1
-        two, three = (
-            -(-self.blocks(groups, by_key) // at_once) * groups for groups in (2, 3)
-        )  # the time that they take
+        # the time that they take
+        two, three = (triton.cdiv(self.blocks(groups, by_key), at_once) * groups for groups in (2, 3))
         return ring._replace(groups=2) if "tiles" in self.words or two * PAIR_FOR_THREE < three else ring
 
     def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, **constants):
