@@ -72,8 +72,8 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
         return f"{dtype_of(x.query)} arrays"
     if x.query.shape[-1] > WIDTHS[-1]:
         return f"a head dim of {x.query.shape[-1]}"
-    for name, array in x._asdict().items():
-        if array is not None and name in ("bias", "seed"):
+    for name in ("bias", "seed"):
+        if getattr(x, name) is not None:
             return f"`{name}`"
     if problem.soft_cap is not None:
         return "a soft cap"
@@ -116,7 +116,8 @@ class _Call:
         self.dtype = dtype_of(x.query)
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
-        self.features = portable.features(problem, x)
+        self.portable = portable._Call(launcher, problem, x)
+        self.features = self.portable.features
         self.words = {*self.features.split()}
         if (right or 0) < 0 or {"left", "lengths", "tiles"} & self.words:  # rows may see nothing
             self.features += " empty"
@@ -150,7 +151,7 @@ class _Call:
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         x, placeholder, tiles = self.x, Output((1,), "float32"), None
         if "tiles" in self.words:
-            tiles = portable._Call(self.launcher, self.problem, x).tiles(Tile(block_m, block_n, WARPS, 1), by_key)
+            tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
         got = self.launcher.launch(
             kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
@@ -200,9 +201,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     (o, log_sum_exp), (d_o, d_lse), (tx, (t_o, mu), (t_d_o, t_d_lse)) = y, cy, tangents
     call = _Call(launcher, problem, x)
     dual = any(want_tangent)
-    lse2, delta, t_delta = portable._statistics(
-        portable._Call(launcher, problem, x), o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual
-    )
+    lse2, delta, t_delta = portable._statistics(call.portable, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual)
     query = ((x.query, tx.query), (d_o, t_d_o))
     key = ((x.key, tx.key), (x.value, tx.value))
 
