@@ -12,6 +12,7 @@ import pytest
 
 import oracle
 from jax_flash_jvp import dot_product_attention
+from jax_flash_jvp.launch import JaxTriton
 
 pytestmark = pytest.mark.gpu
 
@@ -173,6 +174,12 @@ def test_which_kernels_are_launched():
     assert run["linearize"] == 2
     assert run["gradient"] == 1 + 3  # statistics, key side, query side
     assert run["gradient through the tangent"] <= 1 + 4  # the key side may be split in two
+
+
+@hopper
+def test_jax_says_how_many_multiprocessors_there_are():
+    """Else no program of the Hopper kernels would compute several blocks."""
+    assert JaxTriton().multiprocessors >= 66
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

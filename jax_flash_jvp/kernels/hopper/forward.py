@@ -42,7 +42,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     sums,
     tile_at,
     tiles,
-    visible,
+    until,
     visits,
     without,
     zeroed,
@@ -232,7 +232,7 @@ def consume_dual(
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and has(FEATURES, "key_lengths"):
-                        b_ts = gl.where(visible(row, j * BN, sight, BN, True, FEATURES, s_l), b_ts, 0.0)
+                        b_ts = until(b_ts, sight[1] - j * BN, BN, s_l)
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if has(FEATURES, "persistent"):
                     mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
@@ -327,7 +327,7 @@ def consume_tangent(
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and has(FEATURES, "key_lengths"):
-                        b_ts = gl.where(visible(row, j * BN, sight, BN, True, FEATURES, s_l), b_ts, 0.0)
+                        b_ts = until(b_ts, sight[1] - j * BN, BN, s_l)
                 mbarrier.arrive(empty.index(k_slot), count=1)
 
                 mbarrier.wait(full.index(v_slot), v_phase)

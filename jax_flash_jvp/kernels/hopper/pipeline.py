@@ -367,6 +367,13 @@ def hide(
 
 
 @gluon.jit
+def until(b_x, end, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """[GROUP_ROWS, T], zeros in the columns from `end` on, which may hold anything."""
+    o_c = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
+    return gl.where(gl.expand_dims(o_c, 0) < end, b_x, 0.0)
+
+
+@gluon.jit
 def clean(tile, row, end, ROWS: gl.constexpr, D: gl.constexpr):
     """Zeros for the rows of a tile in shared memory past `end`, which may hold anything: 0 · NaN would be NaN."""
     if row + ROWS > end:
