@@ -6,6 +6,7 @@ turns, in another order each round, so that neither drift nor a predecessor's he
     python benchmarks/attention.py                                  # L = 8192, H32 D64 and H24 D128, bf16
     python benchmarks/attention.py --lengths 1024 4096 16384 --causal --output results/causal
     python benchmarks/attention.py --framework torch --jobs "forward + JVP" --head-dims 128 --heads 16 --quick
+    python benchmarks/attention.py --lengths 1024 4096 16384 --also results/torch.csv      # both frameworks in one picture
     python benchmarks/attention.py --lengths 64 --head-dims 16 --heads 2 --matmul-size 64 --quick     # on a CPU
 
 JAX: beside its portable kernels alone, cuDNN and XLA.  PyTorch: beside scaled_dot_product_attention through cuDNN,
@@ -18,6 +19,7 @@ dual backward (the gradient through forward + JVP), each of 2 B H Lq Lk D operat
 import argparse
 import csv
 import importlib
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -91,29 +93,48 @@ def time_job(framework: ModuleType, job: str, case: Case, prepared: dict[str, Pr
     return rows
 
 
-def plot(rows: list[Row], contenders: list[str], path: Path) -> None:
+def read(path: Path) -> list[Row]:
+    with open(path, newline="") as file:
+        return [
+            Row(
+                job=row["job"],
+                who=row["who"],
+                causal=row["causal"] == "True",
+                **{name: int(row[name]) for name in ("length", "heads", "head_dim")},
+                **{name: float(row[name]) for name in ("milliseconds", "tflops", "of_matmul", "temporary_mib")},
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def plot(rows: list[Row], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = sorted({(r.job, r.head_dim) for r in rows}, key=lambda p: (list(PRODUCTS).index(p[0]), p[1]))
-    dims = sorted({d for _, d in panels})
-    jobs = [j for j in PRODUCTS if any(j == job for job, _ in panels)]
-    figure, axes = pyplot.subplots(len(jobs), len(dims), figsize=(5 * len(dims), 2.6 * len(jobs)), squeeze=False)
-    for i, job in enumerate(jobs):
-        for k, head_dim in enumerate(dims):
+    contenders, lengths = list(dict.fromkeys(r.who for r in rows)), sorted({r.length for r in rows})
+    dims = sorted({r.head_dim for r in rows})
+    jobs = [j for j in PRODUCTS if any(r.job == j for r in rows)]
+    matmul = statistics.median(r.tflops / r.of_matmul for r in rows)
+    figure, axes = pyplot.subplots(len(dims), len(jobs), figsize=(4 * len(jobs), 3 * len(dims)), squeeze=False)
+    for line, head_dim in zip(axes, dims, strict=True):
+        for ax, job in zip(line, jobs, strict=True):
+            ax.axhline(matmul, color="gray", linestyle="--", label="matrix product, 8192³")
             for color, who in enumerate(contenders):
-                points = [(r.length, r.tflops) for r in rows if (r.job, r.head_dim, r.who) == (job, head_dim, who)]
-                if points:
-                    axes[i, k].plot(*zip(*points, strict=True), marker="o", color=f"C{color}", label=who)
-            axes[i, k].set(title=f"{job}, D = {head_dim}", ylabel="TFLOP/s", xscale="log", ylim=(0, None))
-            axes[i, k].set_xticks(sorted({r.length for r in rows}), [str(n) for n in sorted({r.length for r in rows})])
-            axes[i, k].grid(alpha=0.3)
+                points = sorted(
+                    (r.length, r.tflops) for r in rows if (r.job, r.head_dim, r.who) == (job, head_dim, who)
+                )
+                ax.plot(*zip(*points, strict=True) if points else ([], []), marker="o", color=f"C{color}", label=who)
+            ax.set(title=f"{job}, D = {head_dim}", xscale="log", ylim=(0, None))
+            ax.set_xticks(lengths, [str(n) for n in lengths])
+            ax.minorticks_off()
+            ax.grid(alpha=0.3)
+        line[0].set_ylabel("TFLOP/s")
     axes[-1, 0].set_xlabel("sequence length")
-    axes[0, 0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower center", ncols=4)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    figure.savefig(path, dpi=100)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="XLA and SDPA math run out of memory beyond",
     )
     parser.add_argument("--output", type=Path, default=Path("results/attention"), help="without an ending")
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="tables of other runs, to be drawn as well")
     add_timing_options(parser, rounds=9)
     options = parse(parser, arguments)
     options.heads = options.heads or [HEADS.get(d, 24) for d in options.head_dims]
@@ -152,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     with open(options.output.with_suffix(".csv"), "w", newline="") as file:
         csv.writer(file).writerows([Row._fields, *rows])
     if rows:
-        plot(rows, options.contenders, options.output.with_suffix(".png"))
+        plot([*rows, *(r for path in options.also for r in read(path))], options.output.with_suffix(".png"))
     return 0 if all_right else 1
 
 

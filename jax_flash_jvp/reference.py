@@ -296,6 +296,20 @@ def minus_row_sum(a: Array | None, b: Array | None) -> Array | None:
     return -(a.astype(dtype) * b.astype(dtype)).sum(-1).mT
 
 
+def cut(a: Array | None, lengths: Array | None, axis: int = 1) -> Array | None:
+    """Rows along an axis past the lengths, which may hold anything, as zeros: 0 · NaN would be NaN."""
+    if a is None or lengths is None:
+        return a
+    inside = np.arange(a.shape[axis]) < lengths[:, None]
+    return jnp.where(inside[:, :, None, None] if axis == 1 else inside[:, None], a, 0)
+
+
+def cut_operands(operands: Operands, x: Operands) -> Operands:
+    query, key, value = operands[:3]
+    key, value = (cut(a, x.key_lengths) for a in (key, value))
+    return operands._replace(query=cut(query, x.query_lengths), key=key, value=value)
+
+
 def mean_key(x: Operands) -> Array | None:
     """[B, 1, N, H]"""
     if x.key is None:
@@ -351,6 +365,7 @@ def forward(x: Operands, problem: Problem) -> tuple[Array, Array]:
 
 
 def _forward(x: Operands, problem: Problem, for_maximum: Callable[[Array], Array]) -> tuple[Array, Array]:
+    x = cut_operands(x, x)
     tiles = Tiles(x, problem)
     tiles.add_row_sums(maximum=1, total=1, o=x.value.shape[-1])
     # Not -∞: in a row that sees no key, scores minus maximum would be NaN.
@@ -384,6 +399,7 @@ def forward_dual(x: Operands, tx: Operands, problem: Problem) -> tuple[tuple[Arr
 def tangent(x: Operands, y: tuple[Array, Array], tx: Operands, problem: Problem) -> tuple[Array, Array]:
     """The tangents (ȯ, μ) of y = forward(x) along `tx`."""
     o, log_sum_exp = y
+    x, tx = cut_operands(x, x), cut_operands(tx, x)
     products = add(minus_row_sum(tx.query, mean_key(x)), minus_row_sum(x.query, mean_key(x._replace(key=tx.key))))
     minus_c = multiply(problem.scale, products)
     tiles = Tiles(x, problem)
@@ -421,7 +437,9 @@ def backward_dual(
 
     `want` selects from dtx, the gradients, and `want_tangent` from dx, their tangents.
     """
-    (o, log_sum_exp), (d_to, d_mu), (tx, (t_o, mu), (d_o, d_lse)) = y, cty, t
+    (o, log_sum_exp), (tx, (t_o, mu), cy) = y, t
+    (d_to, d_mu), (d_o, d_lse) = ((cut(a, x.query_lengths), cut(b, x.query_lengths, 2)) for a, b in (cty, cy))
+    x, tx = cut_operands(x, x), cut_operands(tx, x)
     delta = add(d_mu, minus_row_sum(d_to, o))
     t_delta = add(d_lse, minus_row_sum(d_o, o), minus_row_sum(d_to, t_o))
     tiles = Tiles(x, problem)

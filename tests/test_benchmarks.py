@@ -46,6 +46,9 @@ def test_attention(name, jobs, tmp_path, capsys):
     expected = [(job, who) for job in jobs for who in (ours, other) if job in contenders[who].jobs]
     assert table(tmp_path / "out") == expected
     assert (tmp_path / "out.png").exists()
+    rows = benchmark.read(tmp_path / "out.csv")
+    assert [(r.job, r.who) for r in rows] == expected
+    benchmark.plot([*rows, *(r._replace(who="another") for r in rows)], tmp_path / "both.png")
     assert "WRONG" not in capsys.readouterr().out
 
 

@@ -163,6 +163,36 @@ def check(case, implementation, dtype, D=4, product_epsilon=0):
     oracle.assert_as_exact_as_naive(every_derivative(**static), result_of, inputs, dtype, 4, product_epsilon, naive)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "head_dim"),
+    [
+        ("interpret", "float32", 4),
+        ("xla", "float32", 4),
+        pytest.param("portable", "float32", 64, marks=pytest.mark.gpu),
+        pytest.param("hopper", "bfloat16", 64, marks=[pytest.mark.gpu, hopper]),
+    ],
+)
+def test_past_the_lengths_anything_may_stand(implementation, dtype, head_dim):
+    """In arrays, tangents and cotangents."""
+    ends = dict(query_seq_lengths=lengths(30, 7), key_value_seq_lengths=lengths(0, 40))
+    sizes = [(34, 2), (50, 2), (50, 2), (34, 2)]
+    past = [(np.arange(n) >= ends[f"{name}_seq_lengths"][:, None])[..., None, None]
+            for name, n in (("query", 34), ("key_value", 50), ("key_value", 50), ("query", 34))]  # fmt: skip
+    drawn = [[oracle.normal(10 * i + j, 2, *size, head_dim) for j, size in enumerate(sizes)] for i in range(2)]
+    attend = functools.partial(dot_product_attention, **ends, implementation=implementation)
+
+    def derivatives(filler):
+        (*x, g), (*tx, tg) = (
+            [jnp.where(p, filler, a).astype(dtype) for p, a in zip(past, arrays, strict=True)] for arrays in drawn
+        )
+        backward = lambda *x: jax.vjp(attend, *x[:3])[1](x[3])
+        pull = jax.vjp(lambda x, tx: jax.jvp(attend, x, tx), tuple(x), tuple(tx))[1]
+        tangent = jax.linearize(attend, *x)[1](*tx)
+        return tangent, jax.jvp(attend, x, tx), jax.jvp(backward, (*x, g), (*tx, tg)), pull((g, tg))
+
+    jax.tree.map(np.testing.assert_array_equal, derivatives(np.nan), derivatives(0.0))
+
+
 SLOW = {  # what others show as well
     "bias-by-query", "bias-by-head", "bias-by-batch-and-key", "bias-hides", "mask-by-key", "mask-by-batch", "key-lengths",
     "query-lengths", "segments-causal", "window-left", "window-right", "window-wide", "soft-cap", "sinks-without-keys",

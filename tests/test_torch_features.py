@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.func import vmap  # noqa: E402
+from torch.func import jvp, vjp, vmap  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
 import support  # noqa: E402
@@ -76,6 +76,26 @@ def test_values_and_derivatives(case, bias, record_property):
         return naive(*x, **arguments, kept=factors)
 
     check(lambda: everything(same_seed, *x, **arguments), lambda: everything(expected, *x, **arguments), None, 1e-6)
+
+
+def test_past_the_lengths_anything_may_stand():
+    """In arrays, tangents and cotangents."""
+    ends = dict(query_seq_lengths=lengths(10, 7), key_value_seq_lengths=lengths(0, 20))
+    past = [torch.arange(n) >= ends[f"{name}_seq_lengths"][:, None]
+            for name, n in (("query", L), ("key_value", S), ("key_value", S), ("query", L))]  # fmt: skip
+    drawn = [[normal(B, H, p.shape[1], E, seed=10 * i + j) for j, p in enumerate(past)] for i in range(2)]
+    attend = lambda *x: sdpa(*x, **ends)
+
+    def derivatives(filler):
+        fill = lambda arrays: [a.masked_fill(p[:, None, :, None], filler) for a, p in zip(arrays, past, strict=True)]
+        (*x, g), (*tx, tg) = map(fill, drawn)
+        x, tx = tuple(x), tuple(tx)
+        backward = lambda *x: vjp(attend, *x[:3])[1](x[3])
+        pull = vjp(lambda x, tx: jvp(attend, x, tx), x, tx)[1]
+        return [*jvp(attend, x, tx), *sum(jvp(backward, (*x, g), (*tx, tg)), ()), *sum(pull((g, tg)), ())]
+
+    for a, b in zip(derivatives(torch.nan), derivatives(0.0), strict=True):
+        assert torch.equal(a, b)
 
 
 ALSO_IN_EVERYTHING = {"key-lengths", "segments", "window", "window-left", "soft-cap", "sinks", "dropout"}

@@ -59,12 +59,22 @@ def _has_rows(inputs):
     return (*x, *x, True, True, True, True, *x, *x)[: max(8, len(inputs))]
 
 
+def _cut(case, i, a):
+    """The i-th of x, tx, cy, cty and of cotangents like x and tx: what lies past the lengths, and may be anything, as zeros."""
+    of_keys = i % 4 in (1, 2) and not 8 <= i < 12
+    lengths = case.selection.key_lengths if of_keys else case.selection.query_lengths
+    if a is None or lengths is None or (i % 4 == 3 and not 8 <= i < 12):
+        return a
+    past = torch.arange(a.shape[2], device=a.device) >= lengths[:, None]
+    return a.masked_fill(past.view(len(past), 1, -1, *[1] * (a.ndim - 3)), 0)
+
+
 def _sweep(f, case, inputs, has_rows, likes):
     """Apply f(case, (first query, queries in all), *inputs) to one block of queries after the other.  Results that have a
     row for each query are put together, the others summed; then they get the dtypes of `likes`."""
     q, k = inputs[:2]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    wide = [a if a is None or a.dtype == torch.bool else a.to(dtype) for a in inputs]
+    wide = [a if a is None or a.dtype == torch.bool else _cut(case, i, a.to(dtype)) for i, a in enumerate(inputs)]
     size = max(16, BLOCK // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     results = [[] for _ in likes]
     for first in range(0, max(1, q.shape[2]), size):
