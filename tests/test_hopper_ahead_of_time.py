@@ -141,7 +141,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
         (8192, 32, None, ["portable"] * 3),
         (8192, 192, None, ["portable"] * 3),
         (8192, 64, "documents", ["portable", "hopper", "portable"]),
-        (8192, 72, "documents", ["portable"] * 3),
+        (8192, 72, "documents", ["hopper"] * 3),
         (8192, 128, "documents", ["hopper"] * 3),
     ],
 )

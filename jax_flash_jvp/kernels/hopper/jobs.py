@@ -16,6 +16,7 @@ GROUP = 64  # resident rows of a consumer warpgroup
 WIDTHS = (64, 96, 128)  # up to so many channels; tiles have 64 or 128
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
+PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = 4096
@@ -28,17 +29,16 @@ class Ring(NamedTuple):
     slots: int
     turns: bool
     groups: int = 2  # consumer warpgroups
-    pair: float = 1.15  # how much longer two of them take for the same rows, where there are three
 
 
 # measured on an H200 at L = 8192, 96 at 72; keys are the width and, for the backward, whether tangents of gradients are wanted
-FORWARD = {64: Ring(128, 6, True, 3, 1.06), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
+FORWARD = {64: Ring(128, 6, True, 3), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
 FORWARD_DUAL = {64: Ring(128, 8, False), 96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 TANGENT = {64: Ring(64, 12, True, 3), 96: Ring(64, 8, True, 3), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
-    (64, "plain"): Ring(64, 8, True, 3, 1.3), (96, "plain"): Ring(64, 6, True), (128, "plain"): Ring(64, 6, True),
+    (64, "plain"): Ring(64, 8, True, 3), (96, "plain"): Ring(64, 6, True), (128, "plain"): Ring(64, 6, True),
     (64, "dual"): Ring(32, 16, False),
     (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
@@ -93,7 +93,7 @@ def faster(job: str, problem: Problem, x: Operands) -> bool:
         return False
     width = _width(head_dim)
     listed = x.mask is not None or x.query_segments is not None
-    if listed and (width == 96 or (width == 64 and job in ("forward", "backward"))):  # the former were not measured
+    if listed and width == 64 and job in ("forward", "backward"):
         return False
     left, right = problem.reach(queries, keys)
     window = keys if left is None or right is None else left + right + 1
@@ -137,7 +137,7 @@ class _Call:
         at_once = self.launcher.multiprocessors or 1
         # the time that they take
         two, three = (triton.cdiv(self.blocks(groups, by_key), at_once) * groups for groups in (2, 3))
-        return ring._replace(groups=2) if "tiles" in self.words or two * ring.pair < three else ring
+        return ring._replace(groups=2) if "tiles" in self.words or two * PAIR_FOR_THREE < three else ring
 
     def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
