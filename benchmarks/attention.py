@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 def run(framework: ModuleType, options: argparse.Namespace) -> tuple[list[Row], bool]:
-    """The rows, and whether all of our own results were right."""
+    """The rows, which are written as they come, and whether all of our own results were right."""
     rows, all_right = [], True
     for heads, head_dim in zip(options.heads, options.head_dims, strict=True):
         for length in options.lengths:
@@ -74,6 +74,7 @@ def run(framework: ModuleType, options: argparse.Namespace) -> tuple[list[Row], 
                     else:
                         prepared[who] = outcome
                 rows += time_job(framework, job, case, prepared, options)
+                write(rows, options.output.with_suffix(".csv"))
                 prepared.clear()
                 framework.release()
     return rows, all_right
@@ -91,6 +92,12 @@ def time_job(framework: ModuleType, job: str, case: Case, prepared: dict[str, Pr
             flush=True,
         )
     return rows
+
+
+def write(rows: list[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([Row._fields, *rows])
 
 
 def read(path: Path) -> list[Row]:
@@ -170,9 +177,6 @@ def main(arguments: list[str] | None = None) -> int:
     rows, all_right = run(framework, options)
     if all_right:
         print(framework.overhead())
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with open(options.output.with_suffix(".csv"), "w", newline="") as file:
-        csv.writer(file).writerows([Row._fields, *rows])
     if rows:
         plot([*rows, *(r for path in options.also for r in read(path))], options.output.with_suffix(".png"))
     return 0 if all_right else 1

@@ -56,7 +56,7 @@ QUERY_SIDE = {
 
 # the shortest loops over a sequence or a window, by width and job, for which these kernels are faster
 FROM = {
-    64: dict(forward=2048, forward_dual=128, tangent=128, backward=4096, backward_dual=512),
+    64: dict(forward=2048, forward_dual=128, tangent=128, backward=8192, backward_dual=512),
     96: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
     128: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
 }
