@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jax_flash_jvp.differentiation import attend
 from jax_flash_jvp.problem import (
+    DTYPES,
     KERNEL_IMPLEMENTATIONS,
     Operands,
     Problem,
@@ -58,7 +59,8 @@ def dot_product_attention(
       key: [B, S, K, H] or [S, K, H], in the dtype of `query`.  N must be a multiple of K: with K < N, consecutive groups of
         N // K query heads share a key head (grouped-query attention, arXiv:2305.13245).
       value: [B, S, K, Hv] or [S, K, Hv], like `key`; Hv at most 256.
-      bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S], or with K heads.  Differentiable.
+      bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S], or with K heads.  Differentiable.  Where
+        it is -1e5 or less, the key is hidden, as by -inf.
       mask: boolean, True where a query attends to a key; broadcast likewise.
       scale: σ, a number; 1 / sqrt(H) by default.
       is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
@@ -73,9 +75,9 @@ def dot_product_attention(
       return_residual: also return the log-sum-exp of the scores.
       causal_alignment: "upper_left", as in jax.nn, or "lower_right": then `is_causal` and `local_window_size` count queries
         from the end, i + S - T in place of i, so that the last query sees the last key, as when decoding.
-      query_segment_ids: int32 [B, T] or [T]; a query attends to keys of its own segment: packed documents.
-        Where they are in order, tiles without a common segment are not visited.
-      key_value_segment_ids: int32 [B, S] or [S]; given together with `query_segment_ids`.
+      query_segment_ids: int32 [B, T], or [T] where `query` is [T, N, H]; a query attends to keys of its own segment: packed
+        documents.  Where they are in order, tiles without a common segment are not visited.
+      key_value_segment_ids: int32 [B, S], or [S]; given together with `query_segment_ids`.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before bias and masks (arXiv:2408.00118, section 2).
       sinks: [N]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
       dropout_rate: the share of probabilities that are dropped, in [0, 1); the others are divided by 1 - rate.
@@ -117,6 +119,8 @@ def dot_product_attention(
     x = Operands(*given.values())
     check_operands(x)
     sink_scores = _as_array("sinks", sinks)
+    if sinks is not None and sink_scores.dtype.name not in DTYPES:
+        raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sink_scores.dtype}; cast it")
     if sinks is not None and sink_scores.shape != x.query.shape[2:3]:
         raise ValueError(
             f"`sinks` must have shape ({x.query.shape[2]},), one number a query head: got {sink_scores.shape}"
@@ -168,23 +172,24 @@ def _number(name: str, value: Any, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"`{name}` must be a number known when the call is traced; multiply `query` by it instead")
+        remedy = "multiply `query` by it, and pass scale=1" if name == "scale" else "make it a static argument"
+        raise TypeError(f"`{name}` must be a number known when the call is traced; {remedy}")
     try:
         value = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"`{name}` must be a number: got {type(value).__name__}") from error
-    if not np.isfinite(value):
-        raise ValueError(f"`{name}` must be finite: got {value}")
+    if not abs(value) <= np.finfo(np.float32).max:
+        raise ValueError(f"`{name}` must be finite in float32: got {value}")
     return value
 
 
 def _with_sinks(o: jax.Array, log_sum_exp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it."""
-    sinks = sinks.astype(log_sum_exp.dtype)[:, None]
+    sinks = sinks.astype(log_sum_exp.dtype)[None, :, None]
     seen = log_sum_exp > -jnp.inf
     log_sum_exp = jnp.where(seen, log_sum_exp, 0)
     share = jnp.where(seen, jax.nn.sigmoid(log_sum_exp - sinks), 0).mT[..., None]
-    return (o * share).astype(o.dtype), jnp.where(seen, jnp.logaddexp(log_sum_exp, sinks), sinks)
+    return (o.astype(share.dtype) * share).astype(o.dtype), jnp.where(seen, jnp.logaddexp(log_sum_exp, sinks), sinks)
 
 
 def _seed(key: Any, batch: int) -> jax.Array:

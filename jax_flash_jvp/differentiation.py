@@ -21,9 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_flash_jvp import launch
-from jax_flash_jvp.kernel_primitive import KernelPrimitive, all_none, is_zero, tie
+from jax_flash_jvp.kernel_primitive import KernelPrimitive, all_none, axes_of, is_zero, result, tie
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
 
 SAVED_NAME = "attention"  # what a checkpoint policy names to save (o, ℓ)
@@ -35,11 +36,13 @@ Mask = tuple[bool, ...]  # which of the Operands
 
 def _statistic(x: Operands) -> jax.ShapeDtypeStruct:
     *lead, length, heads, _ = x.query.shape
-    return jax.ShapeDtypeStruct((*lead, heads, length), jnp.promote_types(x.query.dtype, jnp.float32))
+    *axes, of_length, of_heads, _ = axes_of(x.query)
+    dtype = np.promote_types(x.query.dtype, jnp.float32)
+    return result((*lead, heads, length), dtype, x.query, (*axes, of_heads, of_length))
 
 
 def _output(x: Operands) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*x.query.shape[:-1], x.value.shape[-1]), x.query.dtype)
+    return result((*x.query.shape[:-1], x.value.shape[-1]), x.query.dtype, x.query, (*axes_of(x.query)[:-1], None))
 
 
 def _y_shapes(x: Operands, *_, **__) -> tuple:
@@ -51,7 +54,7 @@ def _dual_shapes(x: Operands, *_, **__) -> tuple:
 
 
 def _gradient_shapes(x: Operands, *_, want: Mask, **__) -> Operands:
-    return Operands(*[jax.ShapeDtypeStruct(a.shape, a.dtype) if w else None for a, w in zip(x, want, strict=True)])
+    return Operands(*[result(a.shape, a.dtype, a, axes_of(a)) if w else None for a, w in zip(x, want, strict=True)])
 
 
 def _backward_dual_shapes(x: Operands, *_, want: Mask, want_tangent: Mask, **__) -> tuple[Operands, Operands]:

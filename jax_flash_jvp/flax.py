@@ -67,6 +67,8 @@ def attention_fn(
             f"`broadcast_dropout` must be False where `dropout_rate` is above 0: got {dropout_rate}. The kernels drop for "
             "each head and batch entry on its own: pass broadcast_dropout=False to the layer, or deterministic=True"
         )
+    if dropout and dropout_rng is None:
+        raise ValueError("`dropout_rng` must be given where `dropout_rate` is above 0 and `deterministic` is not set")
     if module is not None:
         raise ValueError(
             f"`module` must be None: got {type(module).__name__}. The attention weights are never formed, so there are "
@@ -78,7 +80,15 @@ def attention_fn(
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         arrays = [jnp.asarray(array, dtype) for array in (query, key, value)]
 
+    for name, array in zip(("query", "key", "value"), arrays, strict=True):
+        if array.ndim < 3:
+            raise ValueError(f"`{name}` must have shape [batch..., length, heads, head_dim]: got {array.shape}")
     *batch_shape, query_length, heads, _ = arrays[0].shape
+    for name, array in zip(("key", "value"), arrays[1:], strict=True):
+        if [*array.shape[:-3]] != batch_shape:
+            raise ValueError(
+                f"`{name}` must have the batch axes of `query`, {tuple(batch_shape)}: got {array.shape[:-3]}"
+            )
     if mask is not None:
         mask = _merge_batch_axes(jnp.asarray(mask, bool), batch_shape)
     if bias is not None:

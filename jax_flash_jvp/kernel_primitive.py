@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, ManualAxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 eager_calls: collections.Counter[str] = collections.Counter()  # of kernels called outside jit, by name: for tests
@@ -76,20 +76,25 @@ def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
     return [jax.lax.pcast(a, m, to="varying") if m else a for a, m in zip(leaves, missing, strict=True)]
 
 
+def axes_of(a: Any) -> tuple[Any, ...]:
+    """The Explicit mesh axes over which each axis of an array, or of its type, is spread."""
+    spec = jax.typeof(a).sharding.spec if isinstance(a, jax.Array) else a.sharding.spec
+    return (*spec, *(None,) * (a.ndim - len(spec)))
+
+
+def result(shape: Sequence[int], dtype: Any, like: Any, axes: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    """What a kernel gives: spread over these axes of the mesh of `like`."""
+    mesh = (jax.typeof(like) if isinstance(like, jax.Array) else like).sharding.mesh
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+
 def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """Results vary over the operands' manual axes; an Explicit axis that vmap runs over stays on the leading axis, unless
-    that is of length one, for all entries."""
+    """Results vary over the operands' manual axes."""
     plain = [jax.core.ShapedArray(o.shape, o.dtype) for o in outputs]
-    mesh = operands[0].sharding.mesh
-    if mesh.empty:
+    if operands[0].sharding.mesh.empty:
         return plain
-    lead = next((a.sharding.spec[:1] for a in operands if any(a.sharding.spec[:1])), ())
     manual = ManualAxisType(varying=frozenset().union(*[a.mat.varying for a in operands]))
-    specs = [(*lead, *(None,) * (o.ndim - len(lead))) if o.shape[:1] != (1,) else (None,) * o.ndim for o in plain]
-    return [
-        o.update(sharding=NamedSharding(mesh, PartitionSpec(*spec)), manual_axis_type=manual)
-        for o, spec in zip(plain, specs, strict=True)
-    ]
+    return [p.update(sharding=o.sharding, manual_axis_type=manual) for p, o in zip(plain, outputs, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------- the primitive
@@ -110,7 +115,7 @@ class KernelPrimitive:
         for platform, implementation in implementations.items():
             mlir.register_lowering(
                 self.primitive,
-                mlir.lower_fun(functools.partial(_flat, implementation), multiple_results=True),
+                mlir.lower_fun(functools.partial(self._flat, implementation), multiple_results=True),
                 platform=None if platform == "default" else platform,
             )
         batching.primitive_batchers[self.primitive] = self._batch
@@ -127,10 +132,23 @@ class KernelPrimitive:
     def _abstract(self, *avals: Any, tree: Any, **static: Any) -> list[Any]:
         return _typed(tree_leaves(self.shapes(*tree_unflatten(tree, avals), **static)), avals)
 
+    def _flat(self, implementation: Callable, *leaves: Any, tree: Any, **static: Any) -> list[Any]:
+        run = lambda *leaves: tree_leaves(implementation(*tree_unflatten(tree, leaves), **static))
+        types = [jax.typeof(a) for a in leaves]
+        if AxisType.Explicit in types[0].sharding.mesh.axis_types:  # it need not be written for these
+            run = jax.sharding.auto_axes(
+                run, out_sharding=[o.sharding for o in self._abstract(*types, tree=tree, **static)]
+            )
+        return run(*leaves)
+
     def _eager(self, *leaves: Any, **params: Any) -> Any:
         eager_calls[self.name] += 1
-        with jax.disable_jit(False):  # else the jitted bind would come back here
-            return _bind_jitted(*leaves, primitive=self.primitive, params=tuple(params.items()))
+        # else the jitted bind would come back here, also where JAX looks for NaN
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+            results = _bind_jitted(*leaves, primitive=self.primitive, params=tuple(params.items()))
+        if jax.config.jax_debug_nans and any(bool(jnp.isnan(a).any()) for a in results):  # type: ignore[attr-defined]
+            raise FloatingPointError(f"invalid value (nan) encountered in {self.name}")
+        return results
 
     def _batch(
         self, leaves: Sequence[Any], dims: Sequence[int | None], *, tree: Any, **static: Any
@@ -217,10 +235,6 @@ class KernelPrimitive:
 
             _, t_out = jax.jvp(along, [leaves[i] for i in moving], [t_leaves[i] for i in moving])
             return self(*args, **static), t_out
-
-
-def _flat(implementation: Callable, *leaves: Any, tree: Any, **static: Any) -> list[Any]:
-    return tree_leaves(implementation(*tree_unflatten(tree, leaves), **static))
 
 
 @functools.partial(jax.jit, static_argnames=("primitive", "params"))

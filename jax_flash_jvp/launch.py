@@ -88,7 +88,7 @@ def _mapped(job: Callable) -> Callable:
 
     def call(x, *args):
         leaves, tree = jax.tree.flatten((x, *args))
-        shared = [a.shape[0] < len(x.query) for a in leaves]
+        shared = [a.shape[0] == 1 != len(x.query) for a in leaves]
         squeezed = [a[0] if s else a for a, s in zip(leaves, shared, strict=True)]
         axes = [None if s else 0 for s in shared]
         out = jax.vmap(lambda *leaves: job(*tree.unflatten(leaves)), axes)(*squeezed)

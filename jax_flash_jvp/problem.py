@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MAX_HEAD_DIM = 256
+HIDES = -1e5  # a bias that is not above it hides: beside such scores, float32 does not hold the logarithm of a sum
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_IMPLEMENTATIONS = ("triton", "hopper", "portable")  # any kernels, or those of one family
@@ -54,12 +55,16 @@ class Problem:
     implementation: str | None = None  # None: the kernels on a GPU where they serve the call, else the tiled reference
 
     def reach(self, queries: int, keys: int) -> tuple[int | None, int | None]:
-        """(left, right): query i sees keys i - left to i + right; None: no such limit."""
+        """(left, right): query i sees keys i - left to i + right; None: no such limit, or none that these lengths reach."""
         left, right = self.window or (None, None)
         if self.is_causal:
             right = 0
         shift = keys - queries if self.lower_right else 0
-        return left if left is None else left - shift, right if right is None else right + shift
+        left, right = left if left is None else left - shift, right if right is None else right + shift
+        return (
+            left if left is None or left < queries - 1 else None,
+            right if right is None or right < keys - 1 else None,
+        )
 
 
 def shape_of(name: str, array: Any) -> tuple[int, ...]:
@@ -106,7 +111,7 @@ def soft_cap_of(value: float | None) -> float | None:
 def dropout_rate_of(name: str, value: float) -> float:
     if not 0 <= value < 1:
         raise ValueError(f"`{name}` must be at least 0 and below 1: got {value}")
-    return float(value)
+    return min(float(value), 1 - 2**-24)  # float32's last below 1
 
 
 # ------------------------------------------------------------------------------------------------ the arrays

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
+from jax_flash_jvp.problem import DIFFERENTIABLE, HIDES, Operands, Problem
 
 BLOCK = 256  # a tile has at most so many queries and so many keys
 
@@ -90,7 +90,7 @@ class Tiles:
         self.x, self.problem = x, problem
         self.rows, self.columns = Axis.cut(x.query.shape[1]), Axis.cut(x.key.shape[1])
         self.heads = (x.key.shape[2], x.query.shape[2] // x.key.shape[2])
-        self.dtype = jnp.promote_types(x.query.dtype, jnp.float32)
+        self.dtype = np.promote_types(x.query.dtype, jnp.float32)
         self.reach = problem.reach(self.rows.length, self.columns.length)
         self.arrays: dict[str, Arrays] = {place: {} for place in PLACES.values()}
         self.sums: dict[str, Arrays] = {"row": {}, "column": {}, "pair": {}}
@@ -104,7 +104,7 @@ class Tiles:
             self.arrays["row"]["query_segments"] = self.rows.split(x.query_segments[:, None, None, :, None], -2)
             self.arrays["column"]["key_segments"] = self.columns.split(x.key_segments[:, None, None, None, :], -1)
         if x.seed is not None:
-            heads = np.arange(x.query.shape[2], dtype=np.uint32).reshape(*self.heads, 1, 1)
+            heads = np.arange(x.query.shape[2], dtype=np.uint32).reshape(1, *self.heads, 1, 1)
             seed, other = (lax.bitcast_convert_type(s, jnp.uint32)[:, None, None, None, None] for s in x.seed.T)
             self.arrays["shared"]["seeds"] = mixed(seed ^ mixed(heads)), mixed(other + heads)
 
@@ -174,13 +174,15 @@ class Tiles:
     def scores(self, i: Any, j: Any, d: Arrays) -> Array:
         """S of the tile of row block i and column block j, and what else depends on the place: added to `d`."""
         s = self.problem.scale * outer(d["q"], d["k"])
-        row, column = self.rows.positions(i)[:, None], self.columns.positions(j)
+        row = self.rows.positions(i).reshape(1, 1, 1, -1, 1)
+        column = self.columns.positions(j).reshape(1, 1, 1, 1, -1)
         if self.problem.soft_cap is not None:
             d["u"] = jnp.tanh(s / self.problem.soft_cap)
             s = self.problem.soft_cap * d["u"]
         if "seeds" in d:
             d["kept"] = self.kept(row, column, *d["seeds"])
-        s = add(s, cast(d.get("bias"), self.dtype))
+        if "bias" in d:
+            s = jnp.where(d["bias"] <= HIDES, -np.inf, s + cast(d["bias"], self.dtype))
         left, right = self.reach
         visible = [d["mask"]] if "mask" in d else []
         visible += [d["query_segments"] == d["key_segments"]] if "query_segments" in d else []
@@ -280,7 +282,7 @@ def product(subscripts: str, a: Array | None, b: Array | None) -> Any:
     """`a`, rounded to the dtype of `b`, times `b`, accumulated in at least float32."""
     if a is None or b is None:
         return None
-    return jnp.einsum(subscripts, a.astype(b.dtype), b, preferred_element_type=jnp.promote_types(b.dtype, jnp.float32))
+    return jnp.einsum(subscripts, a.astype(b.dtype), b, preferred_element_type=np.promote_types(b.dtype, jnp.float32))
 
 
 outer = partial(product, "bkgtd,bksd->bkgts")  # rows, columns -> scores
@@ -292,7 +294,7 @@ def minus_row_sum(a: Array | None, b: Array | None) -> Array | None:
     """-rowsum(a∘b) of arrays [B, T, N, H], as [B, N, T]"""
     if a is None or b is None:
         return None
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    dtype = np.promote_types(a.dtype, jnp.float32)
     return -(a.astype(dtype) * b.astype(dtype)).sum(-1).mT
 
 
@@ -300,7 +302,7 @@ def cut(a: Array | None, lengths: Array | None, axis: int = 1) -> Array | None:
     """Rows along an axis past the lengths, which may hold anything, as zeros: 0 · NaN would be NaN."""
     if a is None or lengths is None:
         return a
-    inside = np.arange(a.shape[axis]) < lengths[:, None]
+    inside = np.arange(a.shape[axis])[None] < lengths[:, None]
     return jnp.where(inside[:, :, None, None] if axis == 1 else inside[:, None], a, 0)
 
 
@@ -314,7 +316,7 @@ def mean_key(x: Operands) -> Array | None:
     """[B, 1, N, H]"""
     if x.key is None:
         return None
-    key = x.key.astype(jnp.promote_types(x.key.dtype, jnp.float32))
+    key = x.key.astype(np.promote_types(x.key.dtype, jnp.float32))
     return jnp.repeat(key.sum(1, keepdims=True) / max(1, key.shape[1]), x.query.shape[2] // key.shape[2], axis=2)
 
 
@@ -346,7 +348,9 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (s,), (t_s,) = primals, tangents
     maximum = row_maximum(s)
     largest = s == maximum
-    return maximum, jnp.where(largest, t_s, 0).sum(-1, keepdims=True) / jnp.maximum(largest.sum(-1, keepdims=True), 1)
+    return maximum, jnp.where(largest, t_s, 0).sum(-1, keepdims=True) / jnp.maximum(
+        largest.sum(-1, keepdims=True), 1
+    ).astype(t_s.dtype)
 
 
 def accumulate(sums: Arrays, **terms: Array | None) -> Arrays:
@@ -414,7 +418,7 @@ def tangent(x: Operands, y: tuple[Array, Array], tx: Operands, problem: Problem)
 
     sums = tiles.sweep(tile)
     mu = tiles.take_row_scalar(sums["mu"])  # less c
-    t_o = tiles.take("query", sums["t_o"], o.shape) - mu.mT[..., None] * o
+    t_o = tiles.take("query", sums["t_o"], o.shape) - mu.mT[..., None] * o.astype(mu.dtype)
     return t_o.astype(o.dtype), mu if minus_c is None else jnp.where(log_sum_exp == -np.inf, 0, mu - minus_c)
 
 

@@ -237,7 +237,7 @@ ERRORS = {
         changed(key_value_seq_lengths=jnp.ones(B)), TypeError, "`key_value_seq_lengths` must be int32: got float32"
     ),
     "scale-text": (changed(scale="big"), TypeError, "`scale` must be a number: got str"),
-    "scale-nan": (changed(scale=float("nan")), ValueError, "`scale` must be finite: got nan"),
+    "scale-nan": (changed(scale=float("nan")), ValueError, "`scale` must be finite in float32: got nan"),
     "scale-array": (changed(scale=np.ones(2)), TypeError, "`scale` must be a number: got ndarray"),
     "causal": (changed(is_causal="yes"), TypeError, "`is_causal` must be True or False: got str"),
     "window-three": (changed(local_window_size=(1, 2, 3)), TypeError, "or a pair of integers or None: got (1, 2, 3)"),
@@ -311,3 +311,60 @@ def test_names_are_resolved_lazily():
     assert set(jax_flash_jvp.__all__) <= set(dir(jax_flash_jvp))
     with pytest.raises(AttributeError, match="has no attribute 'attention_of_nobody'"):
         _ = jax_flash_jvp.attention_of_nobody
+
+
+def test_numpy_as_strict_as_can_be():
+    """No implicit promotion of dtypes or of ranks, in bfloat16 and float32."""
+    ids = jnp.zeros((1, 300), jnp.int32)
+    features = dict(
+        is_causal=True, key_value_seq_lengths=jnp.array([280]), query_seq_lengths=jnp.array([290]), logits_soft_cap=2.0,
+        local_window_size=(200, 3), query_segment_ids=ids, key_value_segment_ids=ids, sinks=jnp.ones(2), dropout_rate=0.1,
+        dropout_key=jax.random.key(0), implementation="xla",
+    )  # fmt: skip
+    attend = lambda q: dot_product_attention(q, q, q, **features)
+    loss = lambda q: attend(q).astype(jnp.float32).sum()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for dtype in (jnp.bfloat16, jnp.float32):
+            q = jnp.ones((1, 300, 2, 4), dtype)
+            jax.jvp(jax.grad(loss), (q,), (q,))
+            jax.linearize(attend, q)[1](q)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_nan_is_found_where_jax_looks_for_it(wrap):
+    q = jnp.ones((1, 5, 2, 4))
+    attend = wrap(lambda q: dot_product_attention(q, q, q, implementation="xla"))
+    with jax.debug_nans(True):
+        attend(q)
+        with pytest.raises(FloatingPointError, match="nan"):
+            attend(q.at[0, 0].set(jnp.nan))
+
+
+def test_vmap_over_nothing():
+    x = jnp.ones((0, 2, 4, 2, 4))
+    mask = jnp.ones((4, 4), bool)
+    assert jax.vmap(lambda x: dot_product_attention(x, x, x, mask=mask))(x).shape == x.shape
+
+
+@pytest.mark.parametrize("spec", [("x",), (None, "x"), (None, None, "x"), ("x", None, "y"), ()], ids=str)
+def test_explicit_axes(spec):
+    """Each result is spread as what it belongs to: the output as the queries, a gradient as its operand."""
+    mesh = jax.make_mesh((2, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    x = [jnp.asarray(oracle.normal(i, 4, 300, 4, 8), jnp.float32) for i in range(3)]
+    attend = lambda *x: dot_product_attention(*x, is_causal=True, implementation="xla")
+
+    def derivatives(*x):
+        o, pull = jax.vjp(attend, *x)
+        return o, pull(o), jax.jvp(attend, x, x), jax.jvp(jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2)), x, x)
+
+    expected = jax.jit(derivatives)(*x)
+    specs = [jax.sharding.PartitionSpec(*spec), jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()]
+    with jax.set_mesh(mesh):
+        q, k, v = (jax.device_put(a, jax.sharding.NamedSharding(mesh, s)) for a, s in zip(x, specs, strict=True))
+        got = jax.jit(derivatives)(q, k, v)
+        assert jax.typeof(got[0]).sharding == jax.typeof(q).sharding
+        for a, like in zip(got[1], (q, k, v), strict=True):
+            assert jax.typeof(a).sharding == jax.typeof(like).sharding
+        attend(q, q, q)  # eager
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

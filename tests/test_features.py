@@ -193,6 +193,30 @@ def test_past_the_lengths_anything_may_stand(implementation, dtype, head_dim):
     jax.tree.map(np.testing.assert_array_equal, derivatives(np.nan), derivatives(0.0))
 
 
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("low", [-1e9, np.finfo(np.float32).min])
+def test_large_negative_biases_hide(implementation, low):
+    """Also a whole row: in its log-sum-exp nothing would be left of the logarithm."""
+    x, t_x = (
+        tuple(jnp.asarray(oracle.normal(3 * i + j, 1, 20, 2, 4), jnp.float32) for j in range(3)) for i in range(2)
+    )
+
+    def derivatives(low):
+        bias = jnp.zeros((20, 20)).at[2].set(low).at[:, 5].set(low)
+        attend = lambda *x: dot_product_attention(*x, implementation=implementation)
+        return jax.linearize(attend, *x, bias)[1](*t_x, jnp.zeros_like(bias)), jax.vjp(attend, *x, bias)[1](x[0])
+
+    jax.tree.map(np.testing.assert_array_equal, derivatives(low), derivatives(-np.inf))
+
+
+@pytest.mark.parametrize("window", [(None, 2**31 - 1), (2**31, 2**31 - 100), 2**63 - 1])
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_windows_wider_than_integers(implementation, window):
+    x = [jnp.asarray(oracle.normal(i, 1, 20, 2, 4), jnp.float32) for i in range(3)]
+    attend = functools.partial(dot_product_attention, *x, implementation=implementation)
+    np.testing.assert_array_equal(attend(local_window_size=window), attend())
+
+
 SLOW = {  # what others show as well
     "bias-by-query", "bias-by-head", "bias-by-batch-and-key", "bias-hides", "mask-by-key", "mask-by-batch", "key-lengths",
     "query-lengths", "segments-causal", "window-left", "window-right", "window-wide", "soft-cap", "sinks-without-keys",

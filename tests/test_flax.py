@@ -187,3 +187,13 @@ def test_dropout(flavour):
     np.testing.assert_array_equal(dropped, expected)
     kept = attention_fn(array, array, array, deterministic=True, **dropout)
     np.testing.assert_array_equal(kept, attention_fn(array, array, array))
+
+
+def test_batch_axes_must_agree():
+    q, k = jnp.ones((2, 3, 4, 2, 4)), jnp.ones((3, 2, 4, 2, 4))
+    with pytest.raises(ValueError, match=r"`key` must have the batch axes of `query`, \(2, 3\): got \(3, 2\)"):
+        attention_fn(q, k, k)
+    with pytest.raises(ValueError, match="`query` must have shape"):
+        attention_fn(jnp.ones((4, 4)), k, k)
+    with pytest.raises(ValueError, match="`dropout_rng` must be given"):
+        attention_fn(q, q, q, dropout_rate=0.1, broadcast_dropout=False)

@@ -22,7 +22,7 @@ SPILL_MORE = {
     ("forward", 64, "causal-ragged"): 500, ("forward", 64, "window-lengths"): 1720,
     ("forward_dual", 64, "causal-ragged"): 1100, ("forward_dual", 64, "window-lengths"): 1800,
     ("forward_dual", 64, "mask"): 1300, ("forward_dual", 64, "segments"): 1400,
-    ("tangent", 96, "window-lengths"): 700,
+    ("forward_dual", 128, "window-lengths"): 700, ("tangent", 96, "window-lengths"): 700,
     ("key_side", 64, "causal-ragged"): 760, ("key_side", 64, "window-lengths"): 760,
     ("key_side_tangent", 64, "causal-ragged"): 580,
 }  # fmt: skip

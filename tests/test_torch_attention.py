@@ -14,6 +14,8 @@ import torch.nn.functional as F  # noqa: E402
 from ml_dtypes import bfloat16  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.func import grad, jvp, vjp  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
 import torch_bridge  # noqa: E402
 from jax_flash_jvp import interpret  # noqa: E402
@@ -500,3 +502,92 @@ def test_no_plan_of_a_call_that_copied():
     launcher = PlannedLauncher()
     results = launch.run(launcher, "forward", reference.Case(Problem(0.3)), (*x, None))
     assert plans.made([*x, None, None, False, 0.3, ""], launcher.launched, results) is None
+
+
+def test_vmap_over_the_selection_alone():
+    """Of a JVP: x is shared, lengths and seeds are not."""
+    q, ends = normal(2, 2, 3, 4), torch.tensor([[1, 3], [2, 2]], dtype=torch.int32)
+    tangent = lambda e: torch.func.jvp(lambda q: sdpa(q, q, q, key_value_seq_lengths=e), (q,), (q,))[1]
+    torch.testing.assert_close(torch.func.vmap(tangent)(ends), torch.stack([tangent(e) for e in ends]))
+    torch.func.jacfwd(lambda q: sdpa(q, q, q, dropout_p=0.3), randomness="different")(q)
+
+
+def test_vmap_of_an_empty_batch():
+    z = normal(3, 0, 2, 3, 4)
+    assert torch.func.vmap(sdpa)(z, z, z).shape == z.shape
+    assert torch.func.jacrev(lambda q: sdpa(q, q, q))(z[0]).shape == (*z[0].shape, *z[0].shape)
+
+
+def test_gradients_inside_a_vectorized_forward_mode_are_refused():
+    """PyTorch would stop the process."""
+    k, options = normal(1, 1, 3, 4), dict(vectorize=True, outer_jacobian_strategy="forward-mode")
+    with pytest.raises(RuntimeError, match=r"use torch\.func\.hessian"):
+        torch.autograd.functional.hessian(lambda q: sdpa(q, k, k).sin().sum(), k, **options)
+
+
+def test_symbolic_shapes_outside_dynamo():
+    trace = make_fx(lambda *x: sdpa(*x), tracing_mode="symbolic")
+    q = normal(2, 2, 3, 4)
+    torch.testing.assert_close(trace(q, q, q)(q, q, q), sdpa(q, q, q))
+
+
+def test_patches_that_overlap():
+    real = torch.nn.functional.scaled_dot_product_attention
+    first, second = torch_bridge.patch(), torch_bridge.patch()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.nn.functional.scaled_dot_product_attention is sdpa
+    second.__exit__(None, None, None)
+    assert torch.nn.functional.scaled_dot_product_attention is real
+
+
+def test_causal_bias_of_packed_functions():
+    q = normal(1, 5, 2, 4)
+    for bias in (causal_upper_left(5, 5), causal_lower_right(5, 5)):
+        torch.testing.assert_close(
+            torch_bridge.flash_attn_func(q, q, q, bias=bias), torch_bridge.flash_attn_func(q, q, q, causal=True)
+        )
+
+
+X = normal(1, 1, 3, 4)
+MORE_ERRORS = {
+    "tensor-cap": (lambda: sdpa(X, X, X, logits_soft_cap=torch.tensor(0.7)), TypeError, "`logits_soft_cap` must be a number"),
+    "tensor-rate": (lambda: sdpa(X, X, X, dropout_p=torch.tensor(0.7)), TypeError, "`dropout_p` must be a number"),
+    "text": (lambda: sdpa(X, X, X, scale="0.5"), TypeError, "`scale` must be a number: got '0.5'"),
+    "numpy": (lambda: sdpa(X, X.numpy(), X), TypeError, "`key` must be a tensor: got ndarray"),
+    "none": (lambda: sdpa(X, X, None), TypeError, "`value` must be a tensor: got NoneType"),
+    "list": (lambda: sdpa(X, X, X, sinks=[1.0]), TypeError, "`sinks` must be a tensor: got list"),
+    "complex-sinks": (lambda: sdpa(X, X, X, sinks=torch.tensor([1j])), TypeError, "`sinks` must be floating point"),
+    "size-of-bias": (
+        lambda: sdpa(X, X, X, attn_mask=causal_lower_right(3, 5)), ValueError, "`attn_mask` must be of 3 queries and 3 keys",
+    ),
+    "two-alignments": (
+        lambda: sdpa(X, X, X, attn_mask=causal_upper_left(3, 3), causal_alignment="lower_right"), ValueError, "leave out one",
+    ),
+    "packed-rank": (lambda: torch_bridge.flash_attn_func(X[0], X[0], X[0]), ValueError, "`q` must have shape"),
+    "packed-qkv": (lambda: torch_bridge.flash_attn_qkvpacked_func(X), ValueError, r"`qkv` must have shape \[batch, length, 3"),
+    "packed-kv": (
+        lambda: torch_bridge.flash_attn_kvpacked_func(X, normal(1, 3, 3, 1, 4)), ValueError, r"`kv` must have shape",
+    ),
+    "packed-both": (
+        lambda: torch_bridge.flash_attn_func(X, X, X, bias=causal_upper_left(1, 1), causal=True), ValueError, "leave it out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "text"), MORE_ERRORS.values(), ids=MORE_ERRORS)
+def test_more_errors(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_autocast_converts_floating_point_alone(dtype):
+    x = torch.ones(1, 1, 3, 4, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="`query` must be one of"):
+        sdpa(x, x, x)
+
+
+def test_a_rate_that_rounds_to_one():
+    assert sdpa(X, X, X, dropout_p=1 - 1e-9).isfinite().all()

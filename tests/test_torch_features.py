@@ -98,6 +98,18 @@ def test_past_the_lengths_anything_may_stand():
         assert torch.equal(a, b)
 
 
+def test_large_negative_biases_hide():
+    x = [normal(B, H, n, E, seed=i) for i, n in enumerate((L, S, S))]
+
+    def derivatives(low):
+        bias = torch.zeros(L, S)
+        bias[2], bias[:, 5] = low, low
+        return everything(lambda *x: sdpa(*x, attn_mask=bias), *x)
+
+    for low in (-1e9, torch.finfo(torch.float32).min):
+        check(lambda low=low: derivatives(low), lambda: derivatives(-torch.inf))
+
+
 ALSO_IN_EVERYTHING = {"key-lengths", "segments", "window", "window-left", "soft-cap", "sinks", "dropout"}
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ def scaled_dot_product_attention(
       key: [N…, H, S, E], in the dtype of `query`.
       value: [N…, H, S, Ev], likewise.  Leading axes broadcast.
       attn_mask: broadcasts to [N…, Hq, L, S].  Boolean: True where a query attends to a key.  Floating point: added to
-        the scores, and differentiable.  Or a :class:`torch.nn.attention.bias.CausalBias`.
+        the scores, and differentiable; -1e5 or less hides the key.  Or a :class:`torch.nn.attention.bias.CausalBias`.
       dropout_p: the share of probabilities that are dropped, in [0, 1), by PyTorch's default generator; the others are
         divided by 1 - dropout_p.  Every derivative drops the same.
       is_causal: query i attends to keys 0 … i.  Not together with `attn_mask`.
@@ -77,15 +78,15 @@ def scaled_dot_product_attention(
 
     A call with tangents (torch.func.jvp, forward_ad) launches the kernel that computes the output and its tangent
     together.  What the kernels do not serve, and tensors that are not on an NVIDIA GPU, are computed in PyTorch, in
-    memory linear in L and S.  Float32 products on a GPU follow torch.set_float32_matmul_precision.
+    memory linear in L and S; but a gradient through a JVP of a JVP keeps its scores, and autocast reaches into third
+    derivatives.  Float32 products on a GPU follow torch.set_float32_matmul_precision.
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
     if is_causal and attn_mask is not None:
         raise ValueError("`attn_mask` and `is_causal` must not be given together: mask the future in `attn_mask`")
     if isinstance(attn_mask, CausalBias):
-        is_causal, lower_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
-        causal_alignment, attn_mask = "lower_right" if lower_right else "upper_left", None
+        is_causal, causal_alignment, attn_mask = True, _alignment_of(attn_mask, query, key, causal_alignment), None
     options: tuple[str, ...] = ()
     if dropout_p or causal_alignment != "upper_left" or local_window_size is not None or logits_soft_cap is not None:
         options = _options(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
@@ -101,39 +102,86 @@ def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: flo
     """:func:`scaled_dot_product_attention` in the layout, and with the arguments, of Tri Dao's `flash_attn_triton.py`:
     q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous [B, L, Hq, Ev].
     `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i."""
+    for name, a in zip("qkv", (q, k, v), strict=True):
+        if a.dim() != 4:
+            raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    if isinstance(bias, CausalBias):
+        if causal:
+            raise ValueError("`causal` must not be given together with a `bias` that is a CausalBias: leave it out")
+        return scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
     return _attend(q, k, v, bias, causal, softmax_scale, True).transpose(1, 2)
 
 
 def flash_attn_qkvpacked_func(qkv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`flash_attn_func` of qkv [B, L, 3, H, E], which is not copied."""
-    return flash_attn_func(*qkv.unbind(2), bias, causal, softmax_scale)
+    return flash_attn_func(*_unpacked("qkv", qkv, 3), bias, causal, softmax_scale)
 
 
 def flash_attn_kvpacked_func(q, kv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E], which is not copied."""
-    return flash_attn_func(q, *kv.unbind(2), bias, causal, softmax_scale)
+    return flash_attn_func(q, *_unpacked("kv", kv, 2), bias, causal, softmax_scale)
+
+
+def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
+    if packed.dim() != 5 or packed.shape[2] != count:
+        raise ValueError(
+            f"`{name}` must have shape [batch, length, {count}, heads, channels]: got {tuple(packed.shape)}"
+        )
+    return packed.unbind(2)
+
+
+class _Patch:
+    """What all open `patch`es share."""
+
+    lock, count, original, places = threading.Lock(), 0, None, []
 
 
 @contextlib.contextmanager
 def patch() -> Iterator[None]:
     """While open, this package's function is `scaled_dot_product_attention` in :mod:`torch.nn.functional`, and in every
-    loaded module that imported it from there, for all threads.  Open it before a compiled model is first called."""
+    loaded module that imported it from there, for all threads; where several overlap, until the last is closed.  Open it
+    before a compiled model is first called."""
     name = scaled_dot_product_attention.__name__
-    original = getattr(torch.nn.functional, name)
-    loaded = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
-    places = [namespace for namespace in loaded if namespace.get(name) is original]
-    for namespace in places:
-        namespace[name] = scaled_dot_product_attention
+    with _Patch.lock:
+        if not _Patch.count:
+            _Patch.original, _Patch.places = getattr(torch.nn.functional, name), []
+        loaded = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+        _Patch.places += (places := [namespace for namespace in loaded if namespace.get(name) is _Patch.original])
+        for namespace in places:
+            namespace[name] = scaled_dot_product_attention
+        _Patch.count += 1
     try:
         yield
     finally:
-        for namespace in places:
-            namespace[name] = original
+        with _Patch.lock:
+            _Patch.count -= 1
+            if not _Patch.count:
+                for namespace in _Patch.places:
+                    namespace[name] = _Patch.original
+
+
+def _alignment_of(bias: CausalBias, query: Tensor, key: Tensor, alignment: str) -> str:
+    """`causal_alignment` of a CausalBias, which must have the size of the scores where that matters."""
+    if bias.variant == CausalVariant.UPPER_LEFT:
+        if alignment != "upper_left":
+            raise ValueError(
+                f"`attn_mask` is a causal_upper_left, but `causal_alignment` is {alignment!r}: leave out one"
+            )
+        return "upper_left"
+    size, scores = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if size != scores:
+        raise ValueError(
+            f"`attn_mask` must be of {scores[0]} queries and {scores[1]} keys: got causal_lower_right{size}"
+        )
+    return "lower_right"
 
 
 def _options(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
     """The words of `operators.case_of`."""
+    for name, value in (("dropout_p", dropout_p), ("logits_soft_cap", soft_cap)):
+        if value is not None:
+            _check_number(name, value)
     pair, soft_cap, rate = window_of(window), soft_cap_of(soft_cap), dropout_rate_of("dropout_p", dropout_p)
     words = [f"{side}={n}" for side, n in zip(("left", "right"), pair or (None, None), strict=True) if n is not None]
     words += ["lower_right"] if lower_right_of(alignment) else []
@@ -168,13 +216,16 @@ def _attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None
 ) -> Tensor:
     x = query, key, value
+    for name, a in zip(("query", "key", "value"), x, strict=True):
+        if not isinstance(a, Tensor):
+            raise TypeError(f"`{name}` must be a tensor: got {type(a).__name__}")
     _check_devices(query, zip(("query", "key", "value", "attn_mask"), (*x, mask), strict=True))
-    if isinstance(scale, Tensor):
-        raise TypeError("`scale` must be a number: got a tensor; multiply `query` by it instead")
+    if scale is not None:
+        _check_number("scale", scale)
     kind = query.device.type
     if kind in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        x = [a if a.dtype == torch.float64 else a.to(dtype) for a in x]
+        x = [a.to(dtype) if a.is_floating_point() and a.dtype != torch.float64 else a for a in x]
     whole = all(a.dim() == 4 and a.shape[0] == query.shape[0] for a in x)
     if not whole or not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
         x = _broadcast(x, enable_gqa)
@@ -188,6 +239,8 @@ def _attend(
         check_operands(Operands(*described, None, None, *selection))
     if sinks is not None:
         _check_devices(query, (("sinks", sinks),))
+        if not sinks.is_floating_point():
+            raise TypeError(f"`sinks` must be floating point: got {sinks.dtype}; cast it")
         if sinks.shape != q.shape[1:2]:
             raise ValueError(
                 f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
@@ -201,8 +254,17 @@ def _attend(
     return o if whole else o.reshape(*rows, v.shape[-1])
 
 
+def _check_number(name: str, value) -> None:
+    if isinstance(value, Tensor):
+        raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"`{name}` must be a number: got {value!r}")
+
+
 def _check_devices(query: Tensor, named) -> None:
     for name, a in named:
+        if a is not None and not isinstance(a, Tensor):
+            raise TypeError(f"`{name}` must be a tensor: got {type(a).__name__}")
         if a is not None and a.device != query.device:
             raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
         if a is not None and a.is_nested:
@@ -223,11 +285,12 @@ _checked: set[tuple] = set()  # found good
 
 
 def _check(*described) -> None:
-    if not torch.compiler.is_compiling() and described in _checked:
+    known = not torch.compiler.is_compiling() and all(type(n) is int for shape in described[:3] for n in shape)
+    if known and described in _checked:
         return
     shapes, dtypes = described[:3], described[3:]
     check_operands(Operands(*(_Described(s[::2] + s[1::2], d) for s, d in zip(shapes, dtypes, strict=True))))
-    if not torch.compiler.is_compiling() and len(_checked) < 4096:
+    if known and len(_checked) < 4096:
         _checked.add(described)
 
 

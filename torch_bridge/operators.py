@@ -154,14 +154,14 @@ def _fold(name: str, info, in_dims, *args):
         if isinstance(a, Tensor) and not (i in shared and d is None and a.shape[0] == 1):
             a = lead(a, d)
             folded[i] = a.expand(-1, batch, *a.shape[2:]).flatten(0, 1)
-    results = [a if a.dim() == 1 else a.unflatten(0, (-1, batch)) for a in getattr(ops, name)(*folded)]
+    results = [a if a.dim() == 1 else a.unflatten(0, (info.batch_size, batch)) for a in getattr(ops, name)(*folded)]
     if of_mask and lead(args[3], in_dims[3]).shape[1] == 1:
         results = [a.sum(1, keepdim=True) if i % 4 == 3 and a.dim() > 1 else a for i, a in enumerate(results)]
     return tuple(results), tuple(None if a.dim() == 1 else 0 for a in results)
 
 
 def _fold_forward_dual(info, in_dims, *args):
-    if any(d is not None for d in in_dims[:4]):
+    if any(d is not None for d in (*in_dims[:4], in_dims[8])):  # x or the selection
         return _fold("forward_dual", info, in_dims, *args)
     results = _tangent_apart(partial(_fold, "tangent", info, (*in_dims[:8], None, None, *in_dims[8:])), *args)
     return (*results[:2], *results[2]), (None, None, *results[3])

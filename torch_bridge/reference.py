@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from jax_flash_jvp.problem import Operands, Problem
+from jax_flash_jvp.problem import HIDES, Operands, Problem
 
 BLOCK = 2**22  # scores in a block, at most, unless that were fewer than 16 queries
 
@@ -94,7 +94,7 @@ def _scores(case, at, q, k, mask):
         u = torch.tanh(s / problem.soft_cap)
         s = problem.soft_cap * u
     if mask is not None:
-        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+        s = (s if mask.dtype == torch.bool else s + mask).masked_fill(_hides(mask), -torch.inf)
     first, queries = at
     i, j = (torch.arange(n, device=s.device) for n in s.shape[-2:])
     i = first + i[:, None]
@@ -109,6 +109,10 @@ def _scores(case, at, q, k, mask):
     for h in hidden:
         s = s.masked_fill(h, -torch.inf)
     return s, u
+
+
+def _hides(mask):
+    return ~mask if mask.dtype == torch.bool else mask <= HIDES
 
 
 def _kept(case, at, q, k):

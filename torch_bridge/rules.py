@@ -36,6 +36,12 @@ INSIDE = (
 )
 
 
+VECTORIZED = (
+    "a gradient of attention inside a forward-mode level of torch.autograd.functional with vectorize=True, where PyTorch "
+    "loses what was saved for it: use torch.func.hessian, torch.func.jacfwd or vectorize=False"
+)
+
+
 def _some(tensors) -> bool:
     return any(t is not None for t in tensors)
 
@@ -61,7 +67,11 @@ def _below(name, *args):
     the operator above and the kernel."""
     direct = (
         args[0].is_cuda
-        and all(type(a) in (torch.Tensor, torch.nn.Parameter) for a in args if isinstance(a, torch.Tensor))
+        and all(
+            type(a) in (torch.Tensor, torch.nn.Parameter) and not a.is_neg()
+            for a in args
+            if isinstance(a, torch.Tensor)
+        )
         and _modes() == 0
         and _levels() is None
         and not _in_mode(_VMAP_MODE)
@@ -97,6 +107,8 @@ class _Record(torch.autograd.Function):
 
 def _record(pullback, outputs, inputs, kept=()):
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        if _in_mode(_VMAP_MODE) and _some(_unpack(kept)[1]):
+            raise RuntimeError(VECTORIZED)
         return _Record.apply(pullback, tuple(outputs), kept, *inputs)
     return outputs
 

@@ -8,6 +8,9 @@ keys, are oriented like the tile, one a column and the other a row: so every fun
 import triton
 import triton.language as tl
 
+from jax_flash_jvp import problem
+
+HIDES = tl.constexpr(problem.HIDES)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FEW = tl.constexpr(16)  # keys that stand for all
@@ -256,7 +259,8 @@ def scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES: tl.constexpr):
     else:
         b_s = b_s * (scale * LOG2E)
     if has(FEATURES, "bias"):
-        b_s += load_scores(bias, o_m, o_n, LQ, LK, FEATURES, "bias").to(tl.float32) * LOG2E
+        b_bias = load_scores(bias, o_m, o_n, LQ, LK, FEATURES, "bias").to(tl.float32)
+        b_s = tl.where(b_bias <= HIDES, -float("inf"), b_s + b_bias * LOG2E)
     return b_s, b_u
 
 
