@@ -18,6 +18,7 @@ Only names that JAX exports outside `jax._src` are used.
 
 import collections
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -374,7 +375,10 @@ def _saves(policy: Callable, kernel: KernelPrimitive, eqn: Any, name: str) -> bo
     Policies answer with a bool or with an object whose class says so."""
 
     def yes(answer: Any) -> bool:
-        return answer is True or type(answer).__name__ in ("SaveableType", "Offloadable")
+        if type(answer).__name__ == "Offloadable":
+            warnings.warn(f"results named {name!r} are saved where they are: they cannot be offloaded", stacklevel=2)
+            return True
+        return answer is True or type(answer).__name__ == "SaveableType"
 
     by_kernel = policy(kernel.primitive, *[v.aval for v in eqn.invars], **eqn.params)
     return yes(by_kernel) or yes(policy(_name_primitive, eqn.outvars[0].aval, name=name))

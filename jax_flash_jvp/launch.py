@@ -298,7 +298,13 @@ def _import_jax_triton() -> Any:
 
     if not hasattr(driver, "TMA_TF32"):
         driver.TMA_TF32 = 11  # jax-triton 0.4 reads it, Triton 3.6 lacks it
-    import jax_triton
+    try:
+        import jax_triton
+    except ImportError as error:
+        raise ImportError(
+            "the kernels cannot be compiled here: jax-triton needs a JAX with CUDA; install that (`jax[cuda12]` or "
+            "`jax[cuda13]`), or ask for `implementation`='xla'"
+        ) from error
 
     if hasattr(jax_triton.triton_lib, "TensorDescriptor"):
         from jax_flash_jvp import gluon_launch

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_flash_jvp import dot_product_attention
 from oracle import normal
 
 B, T, N, H = 2, 5, 2, 4
@@ -240,3 +241,13 @@ def test_shard_map(name, check_vma, check):
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
     check(lambda a: make(a, shard), args, None, kernels, eager=name in ("grad", "step"))
+
+
+def test_offloading_is_refused_aloud():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["attention"], offload_src="device", offload_dst="pinned_host"
+    )  # fmt: skip
+    q = jnp.ones((1, 5, 2, 4))
+    loss = jax.checkpoint(lambda q: jnp.sin(dot_product_attention(q, q, q)).sum(), policy=policy)
+    with pytest.warns(UserWarning, match="'attention' are saved where they are"):
+        jax.make_jaxpr(jax.grad(loss))(q)
