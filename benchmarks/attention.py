@@ -127,7 +127,7 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(len(dims), len(jobs), figsize=(4 * len(jobs), 3 * len(dims)), squeeze=False)
     for line, head_dim in zip(axes, dims, strict=True):
         for ax, job in zip(line, jobs, strict=True):
-            ax.axhline(matmul, color="gray", linestyle="--", label="matrix product, 8192³")
+            ax.axhline(matmul, color="gray", linestyle="--", label="matrix product")
             for color, who in enumerate(contenders):
                 points = sorted(
                     (r.length, r.tflops) for r in rows if (r.job, r.head_dim, r.who) == (job, head_dim, who)
@@ -174,11 +174,12 @@ def main(arguments: list[str] | None = None) -> int:
         if who not in framework.CONTENDERS:
             parser.error(f"--contenders must be among {', '.join(framework.CONTENDERS)}: got {who}")
     print(f"{framework.describe()}, {options.dtype}")
+    others = [row for path in options.also for row in read(path)]
     rows, all_right = run(framework, options)
     if all_right:
         print(framework.overhead())
     if rows:
-        plot([*rows, *(r for path in options.also for r in read(path))], options.output.with_suffix(".png"))
+        plot([*rows, *others], options.output.with_suffix(".png"))
     return 0 if all_right else 1
 
 

@@ -136,10 +136,13 @@ class KernelPrimitive:
     def _flat(self, implementation: Callable, *leaves: Any, tree: Any, **static: Any) -> list[Any]:
         run = lambda *leaves: tree_leaves(implementation(*tree_unflatten(tree, leaves), **static))
         types = [jax.typeof(a) for a in leaves]
-        if AxisType.Explicit in types[0].sharding.mesh.axis_types:  # it need not be written for these
-            run = jax.sharding.auto_axes(
-                run, out_sharding=[o.sharding for o in self._abstract(*types, tree=tree, **static)]
-            )
+        mesh = types[0].sharding.mesh
+        explicit = [
+            name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
+        ]
+        if explicit:  # it need not be written for these
+            out = self._abstract(*types, tree=tree, **static)
+            run = jax.sharding.auto_axes(run, axes=tuple(explicit), out_sharding=[o.sharding for o in out])
         return run(*leaves)
 
     def _eager(self, *leaves: Any, **params: Any) -> Any:

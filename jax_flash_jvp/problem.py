@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MAX_HEAD_DIM = 256
-HIDES = -1e5  # a bias that is not above it hides: beside such scores, float32 does not hold the logarithm of a sum
+# A bias that is not above it hides: beside such scores, float32 does not hold the logarithm of a sum.  -1e5 in bfloat16.
+HIDES = -99840.0
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_IMPLEMENTATIONS = ("triton", "hopper", "portable")  # any kernels, or those of one family

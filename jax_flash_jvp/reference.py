@@ -182,7 +182,8 @@ class Tiles:
         if "seeds" in d:
             d["kept"] = self.kept(row, column, *d["seeds"])
         if "bias" in d:
-            s = jnp.where(d["bias"] <= HIDES, -np.inf, s + cast(d["bias"], self.dtype))
+            bias = d["bias"].astype(self.dtype)
+            s = jnp.where(bias <= HIDES, -np.inf, s + bias)
         left, right = self.reach
         visible = [d["mask"]] if "mask" in d else []
         visible += [d["query_segments"] == d["key_segments"]] if "query_segments" in d else []

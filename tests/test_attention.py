@@ -368,3 +368,23 @@ def test_explicit_axes(spec):
         attend(q, q, q)  # eager
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("manual", ["x", "y"])
+def test_explicit_axes_beside_manual_ones(manual):
+    mesh = jax.make_mesh((2, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    x = jnp.asarray(oracle.normal(0, 4, 5, 4, 8), jnp.float32)
+    attend = lambda x: dot_product_attention(x, x, x, is_causal=True, implementation="xla")
+    spec = jax.sharding.PartitionSpec(manual)
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(attend, in_specs=spec, out_specs=spec, axis_names={manual})
+        got = jax.jit(mapped)(jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))))
+    np.testing.assert_allclose(got, attend(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_a_bias_that_hides_in_every_dtype(implementation):
+    q = jnp.ones((1, 5, 2, 4), jnp.bfloat16)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        o = dot_product_attention(q, q, q, jnp.full((5, 5), -1e5, dtype), implementation=implementation)
+        assert not o.any()

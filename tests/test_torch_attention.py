@@ -525,6 +525,12 @@ def test_gradients_inside_a_vectorized_forward_mode_are_refused():
         torch.autograd.functional.hessian(lambda q: sdpa(q, k, k).sin().sum(), k, **options)
 
 
+def test_parameters_inside_a_vectorized_forward_mode():
+    q, k = normal(1, 1, 3, 4), normal(1, 1, 3, 4, seed=1).requires_grad_()
+    jacobian = lambda **options: torch.autograd.functional.jacobian(lambda q: sdpa(q, k, k), q, **options)
+    torch.testing.assert_close(jacobian(strategy="forward-mode", vectorize=True), jacobian())
+
+
 def test_symbolic_shapes_outside_dynamo():
     trace = make_fx(lambda *x: sdpa(*x), tracing_mode="symbolic")
     q = normal(2, 2, 3, 4)
@@ -560,7 +566,7 @@ MORE_ERRORS = {
     "list": (lambda: sdpa(X, X, X, sinks=[1.0]), TypeError, "`sinks` must be a tensor: got list"),
     "complex-sinks": (lambda: sdpa(X, X, X, sinks=torch.tensor([1j])), TypeError, "`sinks` must be floating point"),
     "size-of-bias": (
-        lambda: sdpa(X, X, X, attn_mask=causal_lower_right(3, 5)), ValueError, "`attn_mask` must be of 3 queries and 3 keys",
+        lambda: sdpa(X, X, X, attn_mask=causal_lower_right(3, 5)), ValueError, r"numbers of queries and keys, \(3, 3\)",
     ),
     "two-alignments": (
         lambda: sdpa(X, X, X, attn_mask=causal_upper_left(3, 3), causal_alignment="lower_right"), ValueError, "leave out one",

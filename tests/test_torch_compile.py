@@ -227,3 +227,12 @@ def test_export():
     program = torch.export.export(Attention(), x, dynamic_shapes=[{2: length}] * 3)
     cut = [a[:, :, :3] for a in x]
     check(lambda: program.module()(*cut), lambda: naive(*cut), "F")
+
+
+def test_numbers_may_be_symbolic():
+    q = torch.randn(1, 2, 5, 4)
+    scaled = torch.compile(lambda q, scale: sdpa(q, q, q, scale=scale), backend="eager", fullgraph=True)
+    for scale in (0.3, 0.4):
+        torch.testing.assert_close(scaled(q, scale), sdpa(q, q, q, scale=scale))
+    by_shape = lambda q: sdpa(q, q, q, scale=q.shape[-1] ** -0.5)
+    torch.testing.assert_close(torch.compile(by_shape, backend="eager", fullgraph=True, dynamic=True)(q), by_shape(q))

@@ -86,6 +86,8 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("`attn_mask` and `is_causal` must not be given together: mask the future in `attn_mask`")
     if isinstance(attn_mask, CausalBias):
+        _check_tensor("query", query)
+        _check_tensor("key", key)
         is_causal, causal_alignment, attn_mask = True, _alignment_of(attn_mask, query, key, causal_alignment), None
     options: tuple[str, ...] = ()
     if dropout_p or causal_alignment != "upper_left" or local_window_size is not None or logits_soft_cap is not None:
@@ -103,6 +105,7 @@ def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: flo
     q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous [B, L, Hq, Ev].
     `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i."""
     for name, a in zip("qkv", (q, k, v), strict=True):
+        _check_tensor(name, a)
         if a.dim() != 4:
             raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
@@ -124,6 +127,7 @@ def flash_attn_kvpacked_func(q, kv, bias=None, causal: bool = False, softmax_sca
 
 
 def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
+    _check_tensor(name, packed)
     if packed.dim() != 5 or packed.shape[2] != count:
         raise ValueError(
             f"`{name}` must have shape [batch, length, {count}, heads, channels]: got {tuple(packed.shape)}"
@@ -159,6 +163,7 @@ def patch() -> Iterator[None]:
             if not _Patch.count:
                 for namespace in _Patch.places:
                     namespace[name] = _Patch.original
+                _Patch.places = []
 
 
 def _alignment_of(bias: CausalBias, query: Tensor, key: Tensor, alignment: str) -> str:
@@ -169,10 +174,10 @@ def _alignment_of(bias: CausalBias, query: Tensor, key: Tensor, alignment: str) 
                 f"`attn_mask` is a causal_upper_left, but `causal_alignment` is {alignment!r}: leave out one"
             )
         return "upper_left"
-    size, scores = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
+    size, scores = (bias.seq_len_q, bias.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
     if size != scores:
         raise ValueError(
-            f"`attn_mask` must be of {scores[0]} queries and {scores[1]} keys: got causal_lower_right{size}"
+            f"`attn_mask` must be of the numbers of queries and keys, {scores}: got causal_lower_right{size}"
         )
     return "lower_right"
 
@@ -217,8 +222,7 @@ def _attend(
 ) -> Tensor:
     x = query, key, value
     for name, a in zip(("query", "key", "value"), x, strict=True):
-        if not isinstance(a, Tensor):
-            raise TypeError(f"`{name}` must be a tensor: got {type(a).__name__}")
+        _check_tensor(name, a)
     _check_devices(query, zip(("query", "key", "value", "attn_mask"), (*x, mask), strict=True))
     if scale is not None:
         _check_number("scale", scale)
@@ -254,17 +258,22 @@ def _attend(
     return o if whole else o.reshape(*rows, v.shape[-1])
 
 
+def _check_tensor(name: str, a) -> None:
+    if not isinstance(a, Tensor):
+        raise TypeError(f"`{name}` must be a tensor: got {type(a).__name__}")
+
+
 def _check_number(name: str, value) -> None:
     if isinstance(value, Tensor):
         raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")
-    if not hasattr(value, "__float__"):
+    if not torch.compiler.is_compiling() and not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         raise TypeError(f"`{name}` must be a number: got {value!r}")
 
 
 def _check_devices(query: Tensor, named) -> None:
     for name, a in named:
-        if a is not None and not isinstance(a, Tensor):
-            raise TypeError(f"`{name}` must be a tensor: got {type(a).__name__}")
+        if a is not None:
+            _check_tensor(name, a)
         if a is not None and a.device != query.device:
             raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
         if a is not None and a.is_nested:

@@ -107,7 +107,7 @@ class _Record(torch.autograd.Function):
 
 def _record(pullback, outputs, inputs, kept=()):
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        if _in_mode(_VMAP_MODE) and _some(_unpack(kept)[1]):
+        if _in_mode(_VMAP_MODE) and any(t is not None and p.requires_grad for p, t in zip(*_unpack(kept), strict=True)):
             raise RuntimeError(VECTORIZED)
         return _Record.apply(pullback, tuple(outputs), kept, *inputs)
     return outputs
