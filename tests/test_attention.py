@@ -378,7 +378,7 @@ def test_explicit_axes_beside_manual_ones(manual):
     spec = jax.sharding.PartitionSpec(manual)
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(attend, in_specs=spec, out_specs=spec, axis_names={manual})
-        got = jax.jit(mapped)(jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))))
+        got = jax.jit(mapped)(jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))
     np.testing.assert_allclose(got, attend(x), rtol=2e-5, atol=2e-5)
 
 
