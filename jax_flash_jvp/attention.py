@@ -65,9 +65,8 @@ def dot_product_attention(
       scale: σ, a number; 1 / sqrt(H) by default.
       is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
       query_seq_lengths: int32 [B]; queries from there on give zeros.
-      key_value_seq_lengths: int32 [B]; keys from there on are hidden.  Past the lengths, `query`, `key`
-        and `value` may hold anything; NaN in
-        keys that are hidden otherwise may reach queries nearby.
+      key_value_seq_lengths: int32 [B]; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
+        may hold anything; NaN in keys that are hidden otherwise may reach queries nearby.
       local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right; None for one
         of the two does not limit it.
       implementation: None chooses the kernels on an NVIDIA GPU where they serve the call, and the tiled reference

@@ -77,16 +77,20 @@ def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
     return [jax.lax.pcast(a, m, to="varying") if m else a for a, m in zip(leaves, missing, strict=True)]
 
 
+def _sharding(a: Any) -> Any:
+    """Of the type of an array, or of a type."""
+    return (jax.typeof(a) if isinstance(a, jax.Array) else a).sharding
+
+
 def axes_of(a: Any) -> tuple[Any, ...]:
     """The Explicit mesh axes over which each axis of an array, or of its type, is spread."""
-    spec = jax.typeof(a).sharding.spec if isinstance(a, jax.Array) else a.sharding.spec
+    spec = _sharding(a).spec
     return (*spec, *(None,) * (a.ndim - len(spec)))
 
 
 def result(shape: Sequence[int], dtype: Any, like: Any, axes: Sequence[Any]) -> jax.ShapeDtypeStruct:
     """What a kernel gives: spread over these axes of the mesh of `like`."""
-    mesh = (jax.typeof(like) if isinstance(like, jax.Array) else like).sharding.mesh
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(_sharding(like).mesh, PartitionSpec(*axes)))
 
 
 def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
@@ -102,7 +106,7 @@ def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 
 
 class KernelPrimitive:
-    """`shapes(*args, **static)` gives the pytree of results as `jax.ShapeDtypeStruct`s; `implementations` maps platforms
+    """`shapes(*args, **static)` gives the pytree of results, each by `result`; `implementations` maps platforms
     to functions of the same arguments in JAX terms, "default" serving the platforms that are not named.  Every argument
     may carry leading axes: those that vmap adds.  `shared(mapped arguments, **static)` says, leaf by leaf, which of those
     that are not mapped keep an axis of length one there, in place of a copy for each entry."""

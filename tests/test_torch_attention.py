@@ -231,6 +231,7 @@ def test_kvpacked_with_grouped_heads():
 # ------------------------------------------------------------------------------------------------ errors
 
 A, B = normal(2, 4, 5, 8), normal(2, 2, 5, 8)
+X = normal(1, 1, 3, 4)
 ERRORS = {
     "dropout": (ValueError, "`dropout_p` must be at least 0 and below 1", lambda: sdpa(A, A, A, dropout_p=1.0)),
     "alignment": (ValueError, "or 'lower_right': got 'right'", lambda: sdpa(A, A, A, causal_alignment="right")),
@@ -256,6 +257,43 @@ ERRORS = {
     "device": (ValueError, "`key` must be on the device", lambda: sdpa(A, A.to("meta"), A)),
     "scale": (TypeError, "`scale` must be a number", lambda: sdpa(A, A, A, scale=torch.tensor(0.5))),
     "nested": (ValueError, "nested", lambda: sdpa(*[torch.nested.nested_tensor([A[0], A[1]])] * 3)),
+    "tensor-cap": (
+        TypeError,
+        "`logits_soft_cap` must be a number",
+        lambda: sdpa(X, X, X, logits_soft_cap=torch.tensor(0.7)),
+    ),
+    "tensor-rate": (TypeError, "`dropout_p` must be a number", lambda: sdpa(X, X, X, dropout_p=torch.tensor(0.7))),
+    "text": (TypeError, "`scale` must be a number: got '0.5'", lambda: sdpa(X, X, X, scale="0.5")),
+    "numpy": (TypeError, "`key` must be a tensor: got ndarray", lambda: sdpa(X, X.numpy(), X)),
+    "none": (TypeError, "`value` must be a tensor: got NoneType", lambda: sdpa(X, X, None)),
+    "list": (TypeError, "`sinks` must be a tensor: got list", lambda: sdpa(X, X, X, sinks=[1.0])),
+    "complex-sinks": (TypeError, "`sinks` must be floating point", lambda: sdpa(X, X, X, sinks=torch.tensor([1j]))),
+    "size-of-bias": (
+        ValueError,
+        r"numbers of queries and keys, \(3, 3\)",
+        lambda: sdpa(X, X, X, attn_mask=causal_lower_right(3, 5)),
+    ),
+    "two-alignments": (
+        ValueError,
+        "leave out one",
+        lambda: sdpa(X, X, X, attn_mask=causal_upper_left(3, 3), causal_alignment="lower_right"),
+    ),
+    "packed-rank": (ValueError, "`q` must have shape", lambda: torch_bridge.flash_attn_func(X[0], X[0], X[0])),
+    "packed-qkv": (
+        ValueError,
+        r"`qkv` must have shape \[batch, length, 3",
+        lambda: torch_bridge.flash_attn_qkvpacked_func(X),
+    ),
+    "packed-kv": (
+        ValueError,
+        r"`kv` must have shape",
+        lambda: torch_bridge.flash_attn_kvpacked_func(X, normal(1, 3, 3, 1, 4)),
+    ),
+    "packed-both": (
+        ValueError,
+        "leave it out",
+        lambda: torch_bridge.flash_attn_func(X, X, X, bias=causal_upper_left(1, 1), causal=True),
+    ),
 }
 
 
@@ -554,38 +592,6 @@ def test_causal_bias_of_packed_functions():
         torch.testing.assert_close(
             torch_bridge.flash_attn_func(q, q, q, bias=bias), torch_bridge.flash_attn_func(q, q, q, causal=True)
         )
-
-
-X = normal(1, 1, 3, 4)
-MORE_ERRORS = {
-    "tensor-cap": (lambda: sdpa(X, X, X, logits_soft_cap=torch.tensor(0.7)), TypeError, "`logits_soft_cap` must be a number"),
-    "tensor-rate": (lambda: sdpa(X, X, X, dropout_p=torch.tensor(0.7)), TypeError, "`dropout_p` must be a number"),
-    "text": (lambda: sdpa(X, X, X, scale="0.5"), TypeError, "`scale` must be a number: got '0.5'"),
-    "numpy": (lambda: sdpa(X, X.numpy(), X), TypeError, "`key` must be a tensor: got ndarray"),
-    "none": (lambda: sdpa(X, X, None), TypeError, "`value` must be a tensor: got NoneType"),
-    "list": (lambda: sdpa(X, X, X, sinks=[1.0]), TypeError, "`sinks` must be a tensor: got list"),
-    "complex-sinks": (lambda: sdpa(X, X, X, sinks=torch.tensor([1j])), TypeError, "`sinks` must be floating point"),
-    "size-of-bias": (
-        lambda: sdpa(X, X, X, attn_mask=causal_lower_right(3, 5)), ValueError, r"numbers of queries and keys, \(3, 3\)",
-    ),
-    "two-alignments": (
-        lambda: sdpa(X, X, X, attn_mask=causal_upper_left(3, 3), causal_alignment="lower_right"), ValueError, "leave out one",
-    ),
-    "packed-rank": (lambda: torch_bridge.flash_attn_func(X[0], X[0], X[0]), ValueError, "`q` must have shape"),
-    "packed-qkv": (lambda: torch_bridge.flash_attn_qkvpacked_func(X), ValueError, r"`qkv` must have shape \[batch, length, 3"),
-    "packed-kv": (
-        lambda: torch_bridge.flash_attn_kvpacked_func(X, normal(1, 3, 3, 1, 4)), ValueError, r"`kv` must have shape",
-    ),
-    "packed-both": (
-        lambda: torch_bridge.flash_attn_func(X, X, X, bias=causal_upper_left(1, 1), causal=True), ValueError, "leave it out",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "text"), MORE_ERRORS.values(), ids=MORE_ERRORS)
-def test_more_errors(call, error, text):
-    with pytest.raises(error, match=text):
-        call()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])

@@ -94,7 +94,8 @@ def scaled_dot_product_attention(
         options = _options(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
     selection = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
     if any(a is not None for a in selection):
-        _check_devices(query, zip(SELECTABLE, selection, strict=True))
+        named = zip(SELECTABLE, selection, strict=True)
+        _check_devices(query, ((name, a) for name, a in named if a is not None))
     else:
         selection = ()
     return _attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks)
@@ -221,9 +222,9 @@ def _attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None
 ) -> Tensor:
     x = query, key, value
-    for name, a in zip(("query", "key", "value"), x, strict=True):
-        _check_tensor(name, a)
-    _check_devices(query, zip(("query", "key", "value", "attn_mask"), (*x, mask), strict=True))
+    _check_devices(query, zip(("query", "key", "value"), x, strict=True))
+    if mask is not None:
+        _check_devices(query, (("attn_mask", mask),))
     if scale is not None:
         _check_number("scale", scale)
     kind = query.device.type
@@ -272,11 +273,10 @@ def _check_number(name: str, value) -> None:
 
 def _check_devices(query: Tensor, named) -> None:
     for name, a in named:
-        if a is not None:
-            _check_tensor(name, a)
-        if a is not None and a.device != query.device:
+        _check_tensor(name, a)
+        if a.device != query.device:
             raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
-        if a is not None and a.is_nested:
+        if a.is_nested:
             raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
 
 
