@@ -139,7 +139,8 @@ def tiled(q, k, v, block: int, causal: bool) -> Attention:
 #     ȯ = Σ_j P_j (Ṡ_j − μ) v_j + P_j v̇_j = Σ_j (P_j Ṡ_j v_j + P_j v̇_j) − μ o.
 #
 # So one pass is enough: a sum for μ and a second accumulator, `acc_to`, are rescaled by α like the others, and μ o is taken
-# off at the end.  To the two products of attention, S and PV, come four more: two for Ṡ, (P∘Ṡ)V and PV̇.
+# off at the end.  To the two products of attention, S and PV, come four more: two for Ṡ, (P∘Ṡ)V and PV̇.  (In 16 bits the
+# rounding of P∘Ṡ would remain of what μ o takes off, so the library takes the mean so far off each tile instead.)
 
 
 def tiled_jvp(q, k, v, t_q, t_k, t_v, block: int, causal: bool, visit: Callable = lambda *state: None) -> Attention:

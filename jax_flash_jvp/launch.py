@@ -60,7 +60,7 @@ def _total_backward_tangent(x, _, cty, __, t, *, problem, want):
 _REFERENCE: dict[str, Callable] = {
     "forward": lambda x, *, problem: reference.forward(x, problem),
     "forward_dual": lambda x, tx, *, problem: reference.forward_dual(x, tx, problem),
-    "tangent": lambda x, y, tx, *, problem: reference.tangent(x, y, tx, problem),
+    "tangent": lambda x, y, tx, *, problem: reference.forward_dual(x, tx, problem)[1],
     "second": _second,
     "backward": lambda x, y, cy, *, problem, want: reference.backward(x, y, cy, problem, want),
     "backward_dual": _backward_dual,
@@ -125,7 +125,7 @@ def _kernel_backward_dual(launcher, problem, x, y, cty, t, want, want_tangent):
 _KERNELS: dict[str, Callable] = {
     "forward": lambda launcher, problem, x: jobs.forward(launcher, problem, x)[:2],
     "forward_dual": _kernel_forward_dual,
-    "tangent": lambda launcher, problem, x, y, tx: jobs.tangent(launcher, problem, x, y[0], y[1], tx),
+    "tangent": lambda launcher, problem, x, y, tx: jobs.tangent(launcher, problem, x, y[1], tx),
     "backward": lambda launcher, problem, x, y, cy, want: jobs.backward(launcher, problem, x, y, cy, want),
     "backward_dual": _kernel_backward_dual,
     "backward_tangent": lambda launcher, problem, x, y, cty, _, t, want: jobs.backward_dual(

@@ -18,8 +18,7 @@ the like are rounded to the arrays' dtype before a product, as in the kernels.
 
 Any number c of a row may be subtracted from its Ṡ: ȯ = (P∘(Ṡ - c)) V + P V̇ - (μ - c) o.  With c near μ little is
 lost by rounding P∘(Ṡ - c) to bfloat16; without, a tangent that moves all scores of a row alike would drown the rest.
-In `forward_dual`, c is the Ṡ of the largest score, by differentiating the running maximum; in `tangent`, that of a
-mean key.
+In `forward_dual`, c is the Ṡ of the largest score so far, by differentiating the running maximum.
 
 JAX can differentiate every function here, to any order.  In `forward` the running maximum is a constant to
 differentiation (no result depends on it), so that the loops are linear in their sums and need not save them, and the
@@ -313,14 +312,6 @@ def cut_operands(operands: Operands, x: Operands) -> Operands:
     return operands._replace(query=cut(query, x.query_lengths), key=key, value=value)
 
 
-def mean_key(x: Operands) -> Array | None:
-    """[B, 1, N, H]"""
-    if x.key is None:
-        return None
-    key = x.key.astype(np.promote_types(x.key.dtype, jnp.float32))
-    return jnp.repeat(key.sum(1, keepdims=True) / max(1, key.shape[1]), x.query.shape[2] // key.shape[2], axis=2)
-
-
 def thinned(d: Arrays, a: Array | None) -> Array | None:
     """What dropout leaves."""
     return multiply(a, d["kept"]) if "kept" in d else a
@@ -399,28 +390,6 @@ def forward_dual(x: Operands, tx: Operands, problem: Problem) -> tuple[tuple[Arr
         return _forward(moved_x, problem, lambda s: s)
 
     return jax.jvp(moved, [x[i] for i in moving], [tx[i] for i in moving])
-
-
-def tangent(x: Operands, y: tuple[Array, Array], tx: Operands, problem: Problem) -> tuple[Array, Array]:
-    """The tangents (ȯ, μ) of y = forward(x) along `tx`."""
-    o, log_sum_exp = y
-    x, tx = cut_operands(x, x), cut_operands(tx, x)
-    products = add(minus_row_sum(tx.query, mean_key(x)), minus_row_sum(x.query, mean_key(x._replace(key=tx.key))))
-    minus_c = multiply(problem.scale, products)
-    tiles = Tiles(x, problem)
-    tiles.add_residuals(log_sum_exp, tx, minus_c=minus_c)
-    tiles.add_row_sums(mu=1, t_o=o.shape[-1])
-
-    def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
-        p = jnp.exp(s - d["log_sum_exp"])
-        p_t = multiply(p, add(tiles.tangent_scores(d), d.get("minus_c")))
-        t_o = add(onto_rows(thinned(d, p_t), d["v"]), onto_rows(thinned(d, p), d.get("t_v")))
-        return accumulate(sums, mu=p_t, t_o=t_o)
-
-    sums = tiles.sweep(tile)
-    mu = tiles.take_row_scalar(sums["mu"])  # less c
-    t_o = tiles.take("query", sums["t_o"], o.shape) - mu.mT[..., None] * o.astype(mu.dtype)
-    return t_o.astype(o.dtype), mu if minus_c is None else jnp.where(log_sum_exp == -np.inf, 0, mu - minus_c)
 
 
 def backward(x: Operands, y: tuple[Array, Array], cy: Pair, problem: Problem, want: tuple[bool, ...]) -> Operands:

@@ -88,6 +88,11 @@ def attention(
     return (output, log_sum_exp.mT) if return_residual else output
 
 
+def tangents_along_the_scores(attention: Callable, *x: Any) -> dict[str, Any]:
+    """The tangents of queries and keys are they themselves: Ṡ is 2 S, and where one key has the weight, far from its mean."""
+    return {"fused": jax.jvp(attention, x, x)[1], "linear": jax.linearize(attention, *x)[1](*x)}
+
+
 def _for_each_head(array: Any, query: Any, key: Any) -> Any:
     """A bias or a mask that has the heads of the keys, with those of the queries."""
     heads = key.shape[2]
@@ -165,6 +170,20 @@ def assert_as_exact_as_naive(
             raise AssertionError(f"{name}: {error}") from None
     if not isinstance(exact, dict):
         assert_close(got, exact, rough, largest_score, product_epsilon)
+
+
+def assert_as_exact_on_average(
+    compute: Callable, result_of: Callable, arrays: Sequence[Any], dtype: str, naive: Callable = attention
+) -> None:
+    """Of each result, the root of the mean square of the error is at most 1.5 times that of the naive computation: for what
+    the rule above, with its floor of a few units in the last place of the largest element, would let pass."""
+    rounded = jax.tree.map(lambda a: a.astype(dtype).astype(np.float64), arrays)
+    got, rough = (evaluate(compute, function, rounded, dtype) for function in (result_of, naive))
+    exact = evaluate(compute, naive, rounded, "float64")
+    paths = jax.tree_util.tree_leaves_with_path(exact)
+    for (path, e), g, n in zip(paths, *map(jax.tree.leaves, (got, rough)), strict=True):
+        error, allowed = (np.square(np.asarray(a, np.float64) - e).mean() ** 0.5 for a in (g, n))
+        assert error <= 1.5 * allowed, f"result{jax.tree_util.keystr(path)}: error {error:.2g}, naive {allowed:.2g}"
 
 
 def _finite(a: Any) -> np.ndarray:

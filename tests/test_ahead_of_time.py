@@ -68,7 +68,6 @@ def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):
     {
         "forward": lambda: jobs.forward(recorder, problem, x),
         "forward_dual": lambda: jobs.forward(recorder, problem, x, x),
-        "tangent": lambda: jobs.tangent(recorder, problem, x, o, statistic, x),
         "statistics": lambda: dual(QUERY),
         "key_side": lambda: backward(KEY_AND_VALUE),
         "query_side": lambda: backward(QUERY),
@@ -132,7 +131,7 @@ def test_features(feature, head_dim, kind, capability):
     recorder = Recorder(capability)
     jobs.forward(recorder, problem, x)
     jobs.forward(recorder, problem, x, tx)
-    jobs.tangent(recorder, problem, x, o, statistic, tx)
+    jobs.tangent(recorder, problem, x, statistic, tx)
     jobs.backward(recorder, problem, *primals, want)
     jobs.backward_dual(recorder, problem, *primals, (tx, *tangents[1:]), want, want)
     for kernel, signature, constants, options in recorder.launches:
@@ -172,7 +171,7 @@ def test_no_tile():
             assert all(find(job, head_dim, "float16", "ieee", target) for head_dim in (1, 64, 65, 200, 256))
             assert find(job, 64, "float32", "ieee", target)
             assert find(job, 128, "float32", "tf32", target)
-        if job in ("forward", "forward_dual", "tangent", "key_side", "query_side"):
+        if job in ("forward", "forward_dual", "key_side", "query_side"):
             assert find(job, 256, "float32", "ieee", 80)
     with pytest.raises(NotImplementedError, match=r"no tile of key_side_dual .* 128 channels fits sm_90"):
         tile("key_side_dual", 128, "float32", "ieee", 90)

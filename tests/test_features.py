@@ -193,7 +193,7 @@ def test_past_the_lengths_anything_may_stand(implementation, dtype, head_dim):
     jax.tree.map(np.testing.assert_array_equal, derivatives(np.nan), derivatives(0.0))
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("implementation", ["interpret", "xla", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("low", [-1e9, np.finfo(np.float32).min])
 def test_large_negative_biases_hide(implementation, low):
     """Also a whole row: in its log-sum-exp nothing would be left of the logarithm."""

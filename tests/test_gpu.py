@@ -1,5 +1,6 @@
 """The kernels on a GPU, launched by jax-triton, at real sizes: `pytest -m gpu`."""
 
+import functools
 import importlib.metadata
 import os
 import subprocess
@@ -160,6 +161,19 @@ def test_tangents_common_to_all_keys(family):
     for shape in (SHAPES[0], HOPPER_SHAPES[3]):
         x, (t_q, t_k, t_v), _ = operands(shape)
         oracle.assert_as_exact_as_naive(job, by(family), (x, (t_q, t_k + 100, t_v)), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("sharpness", [1, 3, 10])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tangents_of_sharp_attention(family, sharpness, dtype):
+    for head_dim, causal in ((64, False), (72, True), (128, False)):
+        (query, *x), *_ = operands((1, 700, 700, 2, 2, head_dim, causal))
+        attend = functools.partial(by(family), is_causal=causal)
+        oracle.assert_as_exact_on_average(
+            oracle.tangents_along_the_scores, attend, (sharpness * query, *x), dtype,
+            functools.partial(oracle.attention, is_causal=causal),
+        )  # fmt: skip
 
 
 def launches(function, *args):

@@ -81,7 +81,7 @@ def last_launch(job, head_dim, kind):
     {
         "forward": lambda: jobs.forward(recorder, problem, x),
         "forward_dual": lambda: jobs.forward(recorder, problem, x, x),
-        "tangent": lambda: jobs.tangent(recorder, problem, x, o, statistic, x),
+        "tangent": lambda: jobs.tangent(recorder, problem, x, statistic, x),
         "key_side": lambda: backward(both),
         "query_side": lambda: backward(QUERY),
         "key_side_dual": lambda: dual(both if head_dim == 64 else KEYS, both if head_dim == 64 else KEYS),

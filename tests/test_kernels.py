@@ -191,6 +191,15 @@ def test_tangents_common_to_all_keys(dtype, cap, offset):
     oracle.assert_as_exact_as_naive(compute, attention, (x, (t_query, t_key + offset, t_value)), dtype)
 
 
+@pytest.mark.parametrize("sharpness", [1, 3, 10])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_tangents_of_sharp_attention(implementation, dtype, sharpness):
+    (query, *x), *_ = operands(Shape(64, 96 if implementation == "interpret" else 600, D=32))
+    attend = functools.partial(dot_product_attention, implementation=implementation)
+    oracle.assert_as_exact_on_average(oracle.tangents_along_the_scores, attend, (sharpness * query, *x), dtype)
+
+
 # ------------------------------------------------------------------------------------------------ properties
 
 
@@ -242,15 +251,10 @@ def test_the_same_bits_every_time():
 
 PLAIN, CAUSAL = Shape(17, 35, N=2, D=4), Shape(33, 17, D=4, causal=True)
 MUTANTS = {
-    "mu-dropped": (
-        forward,
-        "without(scaled(b_to, 1.0 / b_l[:, None]), b_mu[:, None], b_o)",
-        "scaled(b_to, 1.0 / b_l[:, None])",
-        PLAIN,
-    ),
-    "mu-dropped-linear": (forward, "without(b_to, b_mu[:, None], b_o)", "b_to", PLAIN),
+    "mu-dropped": (forward, "b_to = without(b_to, moved[:, None], b_o)", "pass", PLAIN),
+    "mean-of-one-tile": (forward, "b_rest = b_rest * alpha + (tl", "b_c, b_rest = b_c * 0, (tl", PLAIN),
     "scale-doubled": (scores, "b_ts = b_ts * scale\n", "b_ts = b_ts * scale * 2\n", PLAIN),
-    "not-rescaled": (forward, "b_mu = b_mu * alpha + ", "b_mu = b_mu + ", PLAIN),
+    "not-rescaled": (forward, "b_to = scaled(b_to, alpha[:, None])", "pass", PLAIN),
     "last-block-unmasked": (visibility, "(o_n < key_end) & (o_m >= 0)", "(o_n < key_end + 16) & (o_m >= 0)", PLAIN),
     "causal-by-one": (visibility, "o_n <= o_m + right", "o_n < o_m + right", CAUSAL),
     "causal-stop": (visibility, "(i_m + 1) * BM + right", "i_m * BM + right", CAUSAL),

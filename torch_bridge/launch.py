@@ -121,7 +121,7 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
         y = jobs.forward(launcher, problem, x, t_x)
         return [a if i % 2 else a.transpose(1, 2) for i, a in enumerate(y) if a is not None]
     if name == "tangent":
-        t_o, mu = jobs.tangent(launcher, problem, x, *y, t_x)
+        t_o, mu = jobs.tangent(launcher, problem, x, y[1], t_x)
         return t_o.transpose(1, 2), mu
     if name == "backward":
         gradients = jobs.backward(launcher, problem, x, y, cy, want)[:4]

@@ -38,9 +38,9 @@ def forward(launcher, problem, x, tx=portable.NO_TANGENT):
     return _family(job, launcher, problem, x).forward(launcher, problem, x, tx)
 
 
-def tangent(launcher, problem, x, o, log_sum_exp, tx):
-    """(ȯ, μ), linear in tx, from the saved o and ℓ."""
-    return _family("tangent", launcher, problem, x).tangent(launcher, problem, x, o, log_sum_exp, tx)
+def tangent(launcher, problem, x, log_sum_exp, tx):
+    """(ȯ, μ), linear in tx, from the saved ℓ."""
+    return _family("forward_dual", launcher, problem, x).tangent(launcher, problem, x, log_sum_exp, tx)
 
 
 def backward(launcher, problem, x, y, cy, want):

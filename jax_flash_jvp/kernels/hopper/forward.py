@@ -1,4 +1,4 @@
-"""Forward, with its tangent where one is asked for, and the tangent alone.  The formulas are those of `portable/forward.py`.
+"""Forward, with its tangent where one is asked for, or the tangent alone.  The formulas are those of `portable/forward.py`.
 
 A block is 64 queries for each of the consumer warpgroups, of which there are GROUPS, two or three.  With a tangent, the
 products of Ṡ and of P V̇ run while the softmax and P∘Ṡ are computed; without, the next tile's scores are issued before this
@@ -26,7 +26,6 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     hide,
     key_bounds,
     load_resident,
-    load_rows,
     load_tile,
     looked_up,
     masks,
@@ -136,13 +135,6 @@ def produce(
 
 
 @gluon.jit
-def tangent_center(b_ts, count, scale):
-    """What it is in `portable/scores.py`, of all `count` keys of a tile, whose scores are there already."""
-    b_c = gl.sum(b_ts, 1) * (scale / gl.maximum(count, 1))
-    return gl.where(gl.abs(b_c) < float("inf"), b_c, 0.0)
-
-
-@gluon.jit
 def scores(
     w: gl.constexpr, q, tq, kk, turn, tick, scale, row, k_row, sight, C: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
     GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, HAS_TQ: gl.constexpr,
@@ -180,34 +172,40 @@ def scores(
 
 @gluon.jit
 def softmax(b_s, b_m, b_l, scale):
-    """(p, what earlier sums are to be multiplied by, maxima in base 2, sums) with these scores."""
+    """(p, its sums, what earlier sums are to be multiplied by, maxima in base 2, all sums) with these scores."""
     m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
     b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(b_m - m_new)
-    return b_p, alpha, m_new, b_l * alpha + gl.sum(b_p, 1)
+    b_pl = gl.sum(b_p, 1)
+    return b_p, b_pl, alpha, m_new, b_l * alpha + b_pl
 
 
 @gluon.jit
 def consume_dual(
-    w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-    row, tiles_of, k_slot, k_phase, tick,
+    w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
+    tiles_of, k_slot, k_phase, tick,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
+    """If LINEAR, the tangent alone: P comes from the saved ℓ, so nothing is rescaled."""
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
+    HAS_O: gl.constexpr = HAS_TS or not LINEAR
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
-    first_tick = tick
     last_tick = tick + tiles_of[0] + tiles_of[1] - 1
-    b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
+    if LINEAR:
+        o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
+        b_lse = gl.load(SAVED + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
+        b_m = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
+    else:
+        b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
+    b_c = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     b_to = sums(C)
-    c_s = center.index(w)  # in registers it would crowd others out
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
             for t in range(tiles_of[MASKED]):
@@ -225,10 +223,16 @@ def consume_dual(
                     w, q, tq, kk, turn, tick, scale, row, j * BN, sight, C, D, BN, GROUPS, TURNS, MASKED, FEATURES, HAS_TQ,
                     HAS_TK,
                 )  # fmt: skip
-                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
+                if LINEAR:
+                    b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
+                    b_pl = gl.sum(b_p, 1)
+                    b_l += b_pl
+                else:
+                    b_p, b_pl, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
+                    b_o = scaled(b_o, alpha)
+                    b_to = scaled(b_to, alpha)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
-                b_o = scaled(b_o, alpha)
-                b_to = scaled(b_to, alpha)
+                per_l = 1.0 / gl.where(b_l == 0.0, 1.0, b_l)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and has(FEATURES, "key_lengths"):
@@ -236,131 +240,50 @@ def consume_dual(
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if has(FEATURES, "persistent"):
                     mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
-
+                if HAS_TS:  # c becomes the mean of Ṡ so far, and what was summed up with the former one follows
+                    moved = (gl.sum(b_p * b_ts, 1) * scale - b_c * b_pl) * per_l
+                    b_c += moved
+                    b_to = without(b_to, moved, b_o)
                 mbarrier.wait(full.index(v_slot), v_phase)
                 if MASKED and has(FEATURES, "key_lengths"):
                     clean(v, j * BN, sight[1], BN, D)
-                b_o = accumulated(p, v, b_o, C)
+                if HAS_O:
+                    b_o = accumulated(p, v, b_o, C)
                 if HAS_TV:
                     if MASKED and has(FEATURES, "key_lengths"):
                         clean(tv, j * BN, sight[1], BN, D)
                     b_to = accumulated(p, tv, b_to, C)
                 if HAS_TS:  # behind the products just issued
-                    if tick == first_tick:
-                        c_s.store(tangent_center(b_ts, gl.minimum(sight[1] - j * BN, BN), scale))
-                    b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
-                    b_mu = b_mu * alpha + gl.sum(b_pt, 1)
+                    b_pt = b_p * (b_ts * scale - gl.expand_dims(b_c, 1))
                     pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
                     b_to = accumulated(pt, v, b_to, C)
-                    b_o, p = settled(b_o, p)
                     b_to, pt = settled(b_to, pt)
-                else:
+                if HAS_O:
                     b_o, p = settled(b_o, p)
+                if not HAS_TS:
                     b_to, p = settled(b_to, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 tick += 1
 
-    if has(FEATURES, "empty"):  # rows that see nothing, and padding
-        nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
+    if LINEAR:
+        nothing = b_m == float("inf")
+    else:
+        nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])  # and padding
         b_l = gl.where(nothing, 1.0, b_l)
-    b_mu = b_mu / b_l
-    b_o = scaled(b_o, 1.0 / b_l)
-    b_to = without(scaled(b_to, 1.0 / b_l), b_mu, b_o)
+        b_o = scaled(b_o, 1.0 / b_l)
+        b_to = scaled(b_to, 1.0 / b_l)
+        b_lse = (b_m + gl.log2(b_l)) * LN2
+        if has(FEATURES, "empty"):
+            b_o = zeroed(b_o, nothing)
+            b_lse = gl.where(nothing, -float("inf"), b_lse)
+        store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
+        store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
     if has(FEATURES, "empty"):
-        b_o = zeroed(b_o, nothing)
         b_to = zeroed(b_to, nothing)
-    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
+        b_c = gl.where(nothing, 0.0, b_c)
     store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
-    b_lse = (b_m + gl.log2(b_l)) * LN2
-    if has(FEATURES, "empty"):
-        b_lse = gl.where(nothing, -float("inf"), b_lse)
-    store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
-    if HAS_TS:
-        b_mu += c_s.load(r_l)
-    if has(FEATURES, "empty"):
-        b_mu = gl.where(nothing, 0.0, b_mu)
-    store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
-    return k_slot, k_phase, tick
-
-
-@gluon.jit
-def consume_tangent(
-    w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h,
-    row, tiles_of, k_slot, k_phase, tick,
-    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, FEATURES: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
-):  # fmt: skip
-    """Linear in the tangents: P comes from the saved ℓ, so nothing is rescaled, and o is the saved one."""
-    s_l: gl.constexpr = product_layout(BN)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
-    r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
-    BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
-    first_tick = tick
-    o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
-    b_lse = gl.load(LSE + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
-    lse2 = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
-    b_mu = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_to = sums(C)
-    c_s = center.index(w)
-    for MASKED in gl.static_range(2):
-        if not MASKED or MASKS:
-            for t in range(tiles_of[MASKED]):
-                j = tile_at(t, tiles_of, MASKED, FEATURES)
-                q = matrix(q_s, w + (tick >> 30), GROUP_ROWS, D)  # as in `consume_dual`
-                v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
-                kk = matrix(ring, k_slot, BLOCKS * BN, D)
-                vv = matrix(ring, v_slot, BLOCKS * BN, D)
-                v, tv = vv.slice(0, BN, 0), vv.slice(BN, BN, 0) if HAS_TV else vv
-
-                mbarrier.wait(full.index(k_slot), k_phase)
-                tq = matrix(tq_s, w + (tick >> 30), GROUP_ROWS, D)
-                b_s, b_ts = scores(
-                    w, q, tq, kk, turn, tick, scale, row, j * BN, sight, C, D, BN, GROUPS, TURNS, MASKED, FEATURES, HAS_TQ,
-                    HAS_TK,
-                )  # fmt: skip
-                b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(lse2, 1))
-                if HAS_TV:
-                    p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
-                if HAS_TS:
-                    b_ts = warpgroup_mma_wait(0, deps=[b_ts])
-                    if MASKED and has(FEATURES, "key_lengths"):
-                        b_ts = until(b_ts, sight[1] - j * BN, BN, s_l)
-                mbarrier.arrive(empty.index(k_slot), count=1)
-
-                mbarrier.wait(full.index(v_slot), v_phase)
-                if MASKED and has(FEATURES, "key_lengths") and HAS_TS:
-                    clean(v, j * BN, sight[1], BN, D)
-                if HAS_TV:
-                    if MASKED and has(FEATURES, "key_lengths"):
-                        clean(tv, j * BN, sight[1], BN, D)
-                    b_to = accumulated(p, tv, b_to, C)
-                if HAS_TS:  # behind the product just issued
-                    if tick == first_tick:
-                        c_s.store(tangent_center(b_ts, gl.minimum(sight[1] - j * BN, BN), scale))
-                    b_pt = b_p * (b_ts * scale - gl.expand_dims(c_s.load(r_l), 1))
-                    b_mu += gl.sum(b_pt, 1)
-                    pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
-                    b_to = accumulated(pt, v, b_to, C)
-                    b_to, pt = settled(b_to, pt)
-                if HAS_TV:
-                    b_to, p = settled(b_to, p)
-                mbarrier.arrive(empty.index(v_slot), count=1)
-                k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
-                tick += 1
-    mbarrier.arrive(q_empty.index(w), count=1)
-
-    if HAS_TS:
-        b_to = without(b_to, b_mu, load_rows(O, i_b, i_h, HQ, row, LQ, C))
-        b_mu += c_s.load(r_l)
-    if has(FEATURES, "empty"):
-        nothing = b_lse == -float("inf")
-        b_mu = gl.where(nothing, 0.0, b_mu)
-        b_to = zeroed(b_to, nothing)
-    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
-    store_statistics(MU, i_b * HQ + i_h, row, LQ, b_mu, r_l)
+    store_statistics(MU, i_b * HQ + i_h, row, LQ, b_c, r_l)
     return k_slot, k_phase, tick
 
 
@@ -397,7 +320,7 @@ def consume_plain(
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             mbarrier.arrive(empty.index(k_slot), count=1)
             b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
-            b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
+            b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
             b_o = scaled(b_o, alpha)
             p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
             v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
@@ -421,7 +344,7 @@ def consume_plain(
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
-                b_p, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
+                b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
                 b_o, p = settled(b_o, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
@@ -452,7 +375,7 @@ def consume_plain(
 
 @gluon.jit
 def consume_block(
-    i, w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
+    i, w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
     k_slot, k_phase, tick, q_phase,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
@@ -462,15 +385,11 @@ def consume_block(
     i_b, i_h, q_row, sight, tiles_of = own(i, call, selection, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
     row = q_row + GROUP_ROWS * w
     mbarrier.wait(q_full.index(w), q_phase)
-    if LINEAR:
-        k_slot, k_phase, tick = consume_tangent(
-            w, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
-            tiles_of, k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
-        )  # fmt: skip
-    elif HAS_TQ or HAS_TK or HAS_TV:
+    if HAS_TQ or HAS_TK or HAS_TV:
         k_slot, k_phase, tick = consume_dual(
-            w, q_s, tq_s, ring, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
-            tiles_of, k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
+            w, q_s, tq_s, ring, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row, tiles_of,
+            k_slot, k_phase, tick,
+            D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
         )  # fmt: skip
     else:
         k_slot, k_phase, tick = consume_plain(
@@ -482,7 +401,7 @@ def consume_block(
 
 @gluon.jit
 def consume(
-    w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
+    w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
@@ -494,28 +413,29 @@ def consume(
     if has(FEATURES, "persistent"):
         for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
             k_slot, k_phase, tick = consume_block(
-                i, w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
+                i, w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
                 k_slot, k_phase, tick, q_phase,
                 D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
             )  # fmt: skip
             q_phase ^= 1
     else:
         consume_block(
-            gl.program_id(0), w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call,
+            gl.program_id(0), w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call,
             selection, k_slot, k_phase, tick, q_phase,
             D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
         )  # fmt: skip
 
 
 @gluon.jit
-def attend(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, O, LSE, TO, MU,
+def forward(
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,
     scale, n, HQ, GROUP, LQ, LK, left, right,
+    O, LSE, TO, MU,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     FEATURES: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
-    """The program of both kernels: its shared memory, its warps."""
+    """The program: its shared memory, its warps."""
     MASKS: gl.constexpr = masks(FEATURES, True, RAGGED)
     call = (n, HQ, GROUP, LQ, LK, left, right)
     selection = (MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES)
@@ -529,18 +449,15 @@ def attend(
     full = barriers(PAIRS, 1)
     empty = barriers(PAIRS, GROUPS)
     turn = barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
-    center = full
-    if HAS_TQ or HAS_TK:
-        center = gl.allocate_shared_memory(gl.float32, [GROUPS, GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
     if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
+            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
+            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
@@ -548,47 +465,15 @@ def attend(
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
+            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
+            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (2, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, center, O, LSE, TO, MU, scale, call, selection,
+            (consume, (2, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
                        BN, PAIRS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
-
-
-@gluon.jit
-def forward(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES,
-    scale, n, HQ, GROUP, LQ, LK, left, right,
-    O, LSE, TO, MU,
-    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    FEATURES: gl.constexpr,
-    RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
-):  # fmt: skip
-    attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, O, LSE, TO, MU,
-        scale, n, HQ, GROUP, LQ, LK, left, right,
-        D, C, BN, SLOTS, GROUPS, TURNS, FEATURES, RAGGED, HAS_TQ, HAS_TK, HAS_TV, False,
-    )  # fmt: skip
-
-
-@gluon.jit
-def tangent(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, O, LSE,
-    scale, n, HQ, GROUP, LQ, LK, left, right,
-    TO, MU,
-    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    FEATURES: gl.constexpr,
-    RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
-):  # fmt: skip
-    attend(
-        q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, O, LSE, TO, MU,
-        scale, n, HQ, GROUP, LQ, LK, left, right,
-        D, C, BN, SLOTS, GROUPS, TURNS, FEATURES, RAGGED, HAS_TQ, HAS_TK, HAS_TV, True,
-    )  # fmt: skip

@@ -33,8 +33,7 @@ class Ring(NamedTuple):
 
 # measured on an H200 at L = 8192, 96 at 72; keys are the width and, for the backward, whether tangents of gradients are wanted
 FORWARD = {64: Ring(128, 6, True, 3), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
-FORWARD_DUAL = {64: Ring(128, 8, False), 96: Ring(64, 8, True), 128: Ring(64, 8, True)}
-TANGENT = {64: Ring(64, 12, True, 3), 96: Ring(64, 8, True, 3), 128: Ring(64, 8, True)}
+FORWARD_DUAL = {64: Ring(128, 8, False), 96: Ring(64, 8, False), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
@@ -56,9 +55,9 @@ QUERY_SIDE = {
 
 # the shortest loops over a sequence or a window, by width and job, for which these kernels are faster
 FROM = {
-    64: dict(forward=2048, forward_dual=128, tangent=128, backward=8192, backward_dual=512),
-    96: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
-    128: dict(forward=512, forward_dual=128, tangent=128, backward=1024, backward_dual=128),
+    64: dict(forward=2048, forward_dual=128, backward=8192, backward_dual=512),
+    96: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
+    128: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
 }
 
 
@@ -166,29 +165,25 @@ class _Call:
 
 def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):
     """(o, ℓ, ȯ, μ); the last two None without tangents."""
-    call = _Call(launcher, problem, x)
-    dual = any(t is not None for t in tx[:3])
+    return _forward(_Call(launcher, problem, x), tx)
+
+
+def tangent(launcher: Launcher, problem: Problem, x: Operands, log_sum_exp, tx: Operands):
+    """(ȯ, μ), linear in tx, from the saved ℓ."""
+    return _forward(_Call(launcher, problem, x), tx, log_sum_exp)[2:]
+
+
+def _forward(call: _Call, tx: Operands, saved=None):
+    x, dual, linear = call.x, any(t is not None for t in tx[:3]), saved is not None
     ring = call.ring((FORWARD_DUAL if dual else FORWARD)[call.width])
-    outputs = (call.output, call.statistic, *((call.output, call.statistic) if dual else (None, None)))
-    return _along_keys(call, forward_kernels.forward, ring, tx, (), outputs)
-
-
-def tangent(launcher: Launcher, problem: Problem, x: Operands, o, log_sum_exp, tx: Operands):
-    """(ȯ, μ), linear in tx, from the saved o and ℓ."""
-    call = _Call(launcher, problem, x)
-    outputs = (call.output, call.statistic)
-    return _along_keys(call, forward_kernels.tangent, call.ring(TANGENT[call.width]), tx, (o, log_sum_exp), outputs)
-
-
-def _along_keys(call: _Call, kernel, ring: Ring, tx: Operands, saved, outputs):
-    x = call.x
+    y, nothing = (call.output, call.statistic), (None, None)
     rows = [
         Rows(a if t is None else t, n, call.columns)
         for a, t, n in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
     ]
     return call.run(
-        kernel, ring, False, rows, saved, outputs, BN=ring.tile,
-        HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None,
+        forward_kernels.forward, ring, False, rows, (saved,), (*(nothing if linear else y), *(y if dual else nothing)),
+        BN=ring.tile, HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None, LINEAR=linear,
     )  # fmt: skip
 
 

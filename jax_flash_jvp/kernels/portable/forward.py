@@ -1,11 +1,11 @@
-"""The forward kernel, with its tangent where one is asked for, and the tangent alone from a saved log-sum-exp.
+"""The forward kernel, with its tangent where one is asked for, or the tangent alone from a saved log-sum-exp.
 
     o = P V                                  ℓ = logsumexp(S)
-    ȯ = (P∘Ṡ) V + P V̇ − μ∘o                  μ = rowsum(P∘Ṡ)             Ṡ = σ (Q̇ Kᵀ + Q K̇ᵀ) + ḃias
+    ȯ = (P∘(Ṡ − μ)) V + P V̇                  μ = rowsum(P∘Ṡ)             Ṡ = σ (Q̇ Kᵀ + Q K̇ᵀ) + ḃias
 
-One pass over the keys with an online softmax (arXiv:2307.08691, algorithm 1).  (P∘Ṡ)V and P V̇ are rescaled alike, so they
-share an accumulator, and μ∘o is taken off at the end: two [BM, DV] accumulators in all.  Ṡ and μ are counted from a constant
-of each row, which cancels (`tangent_center`).  Dropout takes from P, after μ is summed, what meets V and V̇.
+One pass over the keys with an online softmax (arXiv:2307.08691, algorithm 1), and with an online μ: a tile is multiplied with
+c, the mean of Ṡ so far, in its place, and where the next tile moves c, the sum of ȯ moves by that much of o.  (P∘(Ṡ − c))V and
+P V̇ share an accumulator: two [BM, DV] accumulators in all.  Dropout takes from P, after c is summed, what meets V and V̇.
 """
 
 import triton
@@ -22,11 +22,11 @@ from jax_flash_jvp.kernels.portable.scores import (
     own_block,
     parts,
     products,
+    recentered,
     scaled,
     scores,
     store_rows,
     sums,
-    tangent_center,
     tangent_products,
     tangent_scores,
     without,
@@ -46,15 +46,16 @@ from jax_flash_jvp.kernels.portable.visibility import (
 
 @triton.jit
 def forward(
-    Q, K, V, TQ, TK, TV, BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
+    Q, K, V, TQ, TK, TV, SAVED, BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
     O, LSE, TO, MU,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr, NEGATIVE: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LINEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """If LINEAR, the tangent alone, ȯ and μ: P comes from the SAVED ℓ, so nothing is rescaled."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     HAS_TANGENT: tl.constexpr = HAS_TS or HAS_TV
     i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
@@ -78,19 +79,18 @@ def forward(
     b_tq = b_q
     if HAS_TQ:
         b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
-    b_m = tl.full([BM], -float("inf"), tl.float32)  # the running maximum, base 2
+    if LINEAR:
+        b_m = log2_sum_exp(tl.load(SAVED + x, mask=m_x, other=float("inf")))
+    else:
+        b_m = tl.full([BM], -float("inf"), tl.float32)  # the running maximum, base 2
     b_l = tl.zeros([BM], tl.float32)
     b_o = sums(BM, DV)
-    b_mu = tl.zeros([BM], tl.float32)
     b_to = sums(BM, DV) if HAS_TANGENT else 0.0
+    b_c = tl.zeros([BM], tl.float32)
+    b_rest = tl.zeros([BM], tl.float32)
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
-    if HAS_TS:
-        b_c = tangent_center(
-            b_q, b_tq, K + k_offset, TK + k_offset, start, s_k, scale, cap, t_bias, o_m, LQ, LK, key_end,
-            D, FEATURES, HAS_TQ, HAS_TK, HAS_TBIAS,
-        )  # fmt: skip
     for PHASE in tl.static_range(3):  # first the tiles that every row sees whole, then the diagonal and the ragged end
         if exists(PHASE, FEATURES, RAGGED):
             low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
@@ -111,10 +111,15 @@ def forward(
                     b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
 
                 b_u = 0.0
-                if PHASE > 0 or has(FEATURES, "bias") or has(FEATURES, "cap"):
+                if LINEAR or PHASE > 0 or has(FEATURES, "bias") or has(FEATURES, "cap"):
                     b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                     if PHASE > 0:
                         b_s = tl.where(visible(o_m, o_n, sight, FEATURES), b_s, -float("inf"))
+                if LINEAR:
+                    m_new = b_m
+                    b_p = tl.math.exp2(b_s - b_m[:, None])
+                    alpha = tl.full([BM], 1.0, tl.float32)
+                elif PHASE > 0 or has(FEATURES, "bias") or has(FEATURES, "cap"):
                     m_new = tl.maximum(b_m, tl.max(b_s, 1))
                     m_shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen so far
                     b_p = tl.math.exp2(b_s - m_shift[:, None])
@@ -127,125 +132,37 @@ def forward(
                     b_p = tl.math.exp2(b_s * (scale * LOG2E) - m_new[:, None])
                     alpha = tl.math.exp2(b_m - m_new)
                 b_m = m_new
-                b_l = b_l * alpha + tl.sum(b_p, 1)
+                b_pl = tl.sum(b_p, 1)
+                b_l = b_l * alpha + b_pl
                 b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                 b_pv = thinned(b_p, b_kept, FEATURES)
                 b_v = load_rows(V + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
-                b_o = accumulated(scaled(b_o, alpha[:, None]), b_pv, b_v, PRECISION)
-
+                b_o = scaled(b_o, alpha[:, None])
                 if HAS_TANGENT:
                     b_to = scaled(b_to, alpha[:, None])
+                if HAS_TS:
+                    b_ts = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
+                    b_rest = b_rest * alpha + (tl.sum(b_p * b_ts, 1) - b_c * b_pl)
+                    b_c, moved, b_rest = recentered(b_c, b_rest, b_l)
+                    b_to = without(b_to, moved[:, None], b_o)
+                if HAS_TS or not LINEAR:
+                    b_o = accumulated(b_o, b_pv, b_v, PRECISION)
                 if HAS_TV:
                     b_tv = load_rows(TV + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
                     b_to = accumulated(b_to, b_pv, b_tv, PRECISION)
                 if HAS_TS:
-                    b_ts = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
-                    b_pt = b_p * (b_ts - b_c[:, None])
-                    b_mu = b_mu * alpha + tl.sum(b_pt, 1)
-                    b_pt = thinned(b_pt, b_kept, FEATURES)
+                    b_pt = thinned(b_p * (b_ts - b_c[:, None]), b_kept, FEATURES)
                     b_to = accumulated(b_to, b_pt, b_v, PRECISION)
 
-    lse = (b_m + tl.math.log2(b_l)) * LN2
-    b_l = tl.where(b_l == 0.0, 1.0, b_l)  # a row that sees nothing: zeros, ℓ = −∞
-    b_o = scaled(b_o, 1.0 / b_l[:, None])
     s_o = HQ * DV
     o_offset = (i_b * LQ * HQ + i_h) * DV
-    store_rows(O + o_offset, i_m * BM, s_o, o_r, LQ, DV, b_o)
-    tl.store(LSE + x, lse, mask=m_x)
+    if not LINEAR:
+        lse = (b_m + tl.math.log2(b_l)) * LN2
+        per_l = 1.0 / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing: zeros, ℓ = −∞
+        store_rows(O + o_offset, i_m * BM, s_o, o_r, LQ, DV, scaled(b_o, per_l))
+        tl.store(LSE + x, lse, mask=m_x)
+        if HAS_TANGENT:
+            b_to = scaled(b_to, per_l)
     if HAS_TANGENT:
-        b_mu = b_mu / b_l
-        store_rows(
-            TO + o_offset, i_m * BM, s_o, o_r, LQ, DV, without(scaled(b_to, 1.0 / b_l[:, None]), b_mu[:, None], b_o)
-        )
-        if HAS_TS:
-            b_mu += tl.where(lse == -float("inf"), 0.0, b_c)
-        tl.store(MU + x, b_mu, mask=m_x)
-
-
-@triton.jit
-def tangent(
-    Q, K, V, TQ, TK, TV, O, LSE, BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
-    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
-    TO, MU,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
-    s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
-    FEATURES: tl.constexpr, RAGGED: tl.constexpr,
-    HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Linear in the tangents: P comes from the saved ℓ, so nothing is rescaled, and o is the saved one."""
-    HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
-    i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
-    i_b = i_bh // HQ
-    i_h = i_bh % HQ
-    q_offset = i_b * s_qb * UNIT + i_h * s_qh
-    k_offset = i_b * s_kb * UNIT + i_h // GROUP * s_kh
-    v_offset = i_b * s_vb * UNIT + i_h // GROUP * s_vh
-    query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
-    bias, t_bias, sight, head_seeds = selected(
-        BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
-        i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
-    )  # fmt: skip
-
-    o_r = tl.arange(0, BM)
-    o_c = tl.arange(0, BN)
-    o_m = (i_m * BM + o_r)[:, None]
-    x = i_bh * LQ + i_m * BM + o_r
-    m_x = i_m * BM + o_r < LQ
-    b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, query_end, D, True)  # [BM, D]
-    b_tq = b_q
-    if HAS_TQ:
-        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
-    lse2 = log2_sum_exp(tl.load(LSE + x, mask=m_x, other=float("inf")))
-    b_mu = tl.zeros([BM], tl.float32)
-    b_to = sums(BM, DV)
-
-    start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
-    tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
-    if HAS_TS:
-        b_c = tangent_center(
-            b_q, b_tq, K + k_offset, TK + k_offset, start, s_k, scale, cap, t_bias, o_m, LQ, LK, key_end,
-            D, FEATURES, HAS_TQ, HAS_TK, HAS_TBIAS,
-        )  # fmt: skip
-    for PHASE in tl.static_range(3):
-        if exists(PHASE, FEATURES, RAGGED):
-            low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
-            for at in range(low, high, BN):
-                row = listed(tiles, at, BN, FEATURES)
-                o_n = (row + o_c)[None, :]
-                b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
-                if PRECISION == "tf32x3" and parts(D) > 2:  # held as operands, they would not leave any registers
-                    again = i_m * BM + (row >> 30)
-                    b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
-                    if HAS_TQ:
-                        b_tq = load_rows(TQ + q_offset, again, s_q, o_r, query_end, D, True)
-                b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
-                if HAS_TS:
-                    b_tk = b_k
-                    if HAS_TK:
-                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
-                    b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
-                b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
-                if PHASE > 0:
-                    b_s = tl.where(visible(o_m, o_n, sight, FEATURES), b_s, -float("inf"))
-                b_p = tl.math.exp2(b_s - lse2[:, None])
-                b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
-                b_pv = thinned(b_p, b_kept, FEATURES)
-                b_v = load_rows(V + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
-                if HAS_TV:
-                    b_tv = load_rows(TV + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
-                    b_to = accumulated(b_to, b_pv, b_tv, PRECISION)
-                if HAS_TS:
-                    b_ts = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
-                    b_pt = b_p * (b_ts - b_c[:, None])
-                    b_mu += tl.sum(b_pt, 1)
-                    b_pt = thinned(b_pt, b_kept, FEATURES)
-                    b_to = accumulated(b_to, b_pt, b_v, PRECISION)
-
-    s_o = HQ * DV
-    o_offset = (i_b * LQ * HQ + i_h) * DV
-    b_o = load_rows(O + o_offset, i_m * BM, s_o, o_r, LQ, DV, True)
-    store_rows(TO + o_offset, i_m * BM, s_o, o_r, LQ, DV, without(b_to, b_mu[:, None], b_o))
-    if HAS_TS:
-        b_mu += tl.where(lse2 == float("inf"), 0.0, b_c)
-    tl.store(MU + x, b_mu, mask=m_x)
+        store_rows(TO + o_offset, i_m * BM, s_o, o_r, LQ, DV, b_to)
+        tl.store(MU + x, b_c, mask=m_x)

@@ -157,22 +157,21 @@ NO_TANGENT = Operands(None, None, None)
 
 def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):
     """(o, ℓ, ȯ, μ); the last two None without tangents."""
-    call = _Call(launcher, problem, x)
-    dual = any(t is not None for t in tx)
-    t = call.tile("forward_dual" if dual else "forward")
+    return _forward(_Call(launcher, problem, x), tx)
+
+
+def tangent(launcher: Launcher, problem: Problem, x: Operands, log_sum_exp, tx: Operands):
+    """(ȯ, μ), linear in tx, from the saved ℓ."""
+    return _forward(_Call(launcher, problem, x), tx, log_sum_exp)[2:]
+
+
+def _forward(call: _Call, tx: Operands, saved=None):
+    dual, linear = any(t is not None for t in tx), saved is not None
+    t, y, nothing = call.tile("forward_dual" if dual else "forward"), (call.output, call.statistic), (None, None)
     return call.run(
-        forward_kernels.forward, t, call.query_programs(t), (*call.x[:3], *call.rounded(tx[:3])),
-        (call.output, call.statistic, *((call.output, call.statistic) if dual else (None, None))),
-        tx, NEGATIVE=problem.scale < 0,
+        forward_kernels.forward, t, call.query_programs(t), (*call.x[:3], *call.rounded(tx[:3]), saved),
+        (*(nothing if linear else y), *(y if dual else nothing)), tx, NEGATIVE=call.problem.scale < 0, LINEAR=linear,
     )  # fmt: skip
-
-
-def tangent(launcher: Launcher, problem: Problem, x: Operands, o, log_sum_exp, tx: Operands):
-    """(ȯ, μ), linear in tx, from the saved o and ℓ."""
-    call = _Call(launcher, problem, x)
-    t = call.tile("tangent")
-    inputs = (*call.x[:3], *call.rounded(tx[:3]), o, log_sum_exp)
-    return call.run(forward_kernels.tangent, t, call.query_programs(t), inputs, (call.output, call.statistic), tx)
 
 
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:

@@ -13,7 +13,6 @@ from jax_flash_jvp import problem
 HIDES = tl.constexpr(problem.HIDES)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-FEW = tl.constexpr(16)  # keys that stand for all
 TOGETHER = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 
 
@@ -297,37 +296,12 @@ def under_cap(b_ds, b_u, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def product_with_mean(b_x, Y, row, stride, L, D: tl.constexpr):
-    """The products of rows x with the mean of a few rows of the matrix at Y, from `row` on."""
-    b_y = load_rows(Y, row, stride, tl.arange(0, FEW), L, D, True)
-    b_xy = tl.sum(b_x[0].to(tl.float32) * tl.sum(b_y[0].to(tl.float32), 0)[None, :], 1)
-    for PART in tl.static_range(1, len(b_x)):
-        b_xy += tl.sum(b_x[PART].to(tl.float32) * tl.sum(b_y[PART].to(tl.float32), 0)[None, :], 1)
-    return b_xy / tl.minimum(L - row, FEW)
-
-
-@triton.jit
-def tangent_center(
-    b_q, b_tq, K, TK, row, s_k, scale, cap, t_bias, o_m, LQ, LK, key_end,
-    D: tl.constexpr, FEATURES: tl.constexpr, HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TBIAS: tl.constexpr,
-):  # fmt: skip
-    """A constant for each query, about the mean of its tangent scores Ṡ over a few keys from `row` on.  P∘Ṡ is rounded to
-    the inputs' dtype: where the scores of a row move together, less is lost of P∘(Ṡ − c), and the rest of the formula is the
-    same.  No matrix products: as operands of such before the loop, the queries would cost registers within it."""
-    b_c = tl.zeros([b_q[0].shape[0]], tl.float32)
-    if HAS_TQ:
-        b_c += product_with_mean(b_tq, K, row, s_k, key_end, D)
-    if HAS_TK:
-        b_c += product_with_mean(b_q, TK, row, s_k, key_end, D)
-    b_c *= scale
-    if has(FEATURES, "cap"):
-        b_u = tanh(product_with_mean(b_q, K, row, s_k, key_end, D) * (scale / cap))
-        b_c *= 1.0 - b_u * b_u
-    if HAS_TBIAS:
-        o_n = (row + tl.arange(0, FEW))[None, :]
-        b_t = load_scores(t_bias, o_m, o_n, LQ, LK, FEATURES, "bias").to(tl.float32)
-        b_c += tl.sum(b_t, 1) / tl.minimum(key_end - row, FEW)
-    return tl.where(tl.abs(b_c) < float("inf"), b_c, 0.0)  # hidden keys may hold anything
+def recentered(b_c, b_rest, b_l):
+    """(c, by how much it moved, rest) of each row: c becomes the mean of Ṡ over the keys so far, weighted by P, from the c
+    before, rest = rowsum(P∘(Ṡ − c)) and the sums of P.  What rounding leaves of the rest goes along to the next tile."""
+    c_new = b_c + b_rest / tl.where(b_l == 0.0, 1.0, b_l)
+    moved = c_new - b_c
+    return c_new, moved, b_rest - moved * b_l
 
 
 @triton.jit
