@@ -282,7 +282,9 @@ def test_mixtures(seed, implementation, record_property):
 
 MUTANTS = {
     "dropout-not-of-values": (forward, "b_pv = thinned(b_p, b_kept, FEATURES)", "b_pv = b_p", "dropout"),
-    "dropout-not-of-tangent": (forward, "b_pt = thinned(b_pt, b_kept, FEATURES)", "b_pt = b_pt", "dropout"),
+    "dropout-not-of-tangent": (
+        forward, "thinned(b_p * (b_ts - b_c[:, None]), b_kept, FEATURES)", "b_p * (b_ts - b_c[:, None])", "dropout",
+    ),
     "dropout-not-of-cotangent": (
         backward, "thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)", "products(b_do, b_v, PRECISION)", "dropout",
     ),
