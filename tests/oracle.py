@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FLOOR = 4  # units in the last place
+TF32_EPSILON = 2.0**-11  # for `product_epsilon`
 
 
 def attention(

@@ -240,7 +240,7 @@ def test_launches_of_jax(transformation, head_dim):
         t = tile(job, head_dim, "bfloat16", "ieee", 80)
         blocks = -(-KEYS // t.block_n) * HEADS // GROUP if kernel == "key_side" else -(-LENGTH // t.block_m) * HEADS
         assert (launch.grid, launch.num_warps) == ((2 * blocks, 1, 1), t.num_warps)
-        assert len(arrays) == {"forward": 19, "key_side": 25, "query_side": 23}[kernel]
+        assert len(arrays) == {"forward": 20, "key_side": 25, "query_side": 23}[kernel]
         strides = [length * heads * head_dim // 16 for length, heads in ((LENGTH, HEADS), (KEYS, HEADS // GROUP))]
         integers = [HEADS, GROUP, LENGTH, KEYS, *strides, strides[1]]  # batch strides come in units of 16 elements
         unused = [(0, "i32"), (0, "i32"), (0, "fp32"), (0, "fp32")]  # of windows, a cap and dropout

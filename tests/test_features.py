@@ -89,7 +89,6 @@ def make_cases(m: int) -> dict[str, dict]:
 
 CASES = make_cases(1)  # in tiles of 16, the last ragged
 large = functools.cache(lambda: make_cases(16))
-TF32_EPSILON = 2.0**-11
 SERVED_BY_HOPPER = {
     "shape", "is_causal", "causal_alignment", "local_window_size", "query_seq_lengths", "key_value_seq_lengths", "mask",
     "query_segment_ids", "key_value_segment_ids",
@@ -318,7 +317,7 @@ WIDE = ("bias", "mask", "segments-causal", "soft-cap", "dropout", "everything")
 )
 def test_on_a_gpu(case, dtype, head_dim, record_property):
     record_property("supports", support.claim(case, f"JAX, kernels on a GPU, {dtype}"))
-    check(large()[case], "portable", dtype, D=head_dim, product_epsilon=TF32_EPSILON)
+    check(large()[case], "portable", dtype, D=head_dim, product_epsilon=oracle.TF32_EPSILON)
 
 
 @pytest.mark.gpu
@@ -331,7 +330,7 @@ def test_on_a_gpu(case, dtype, head_dim, record_property):
     ],
 )  # fmt: skip
 def test_hopper_kernels(case, head_dim):
-    check(large()[case], "hopper", "bfloat16", D=head_dim, product_epsilon=TF32_EPSILON)
+    check(large()[case], "hopper", "bfloat16", D=head_dim, product_epsilon=oracle.TF32_EPSILON)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])

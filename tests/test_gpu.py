@@ -99,7 +99,12 @@ def check(family, shape, dtype):
     for title, job in jobs(shape[-1]).items():
         if dtype == "float32" and shape[5] > 128 and title in SECOND_ORDER:
             continue  # no tile is worth launching
-        oracle.assert_as_exact_as_naive(jax.jit(job, static_argnums=0), attention, arrays, dtype)
+        job = jax.jit(job, static_argnums=0)
+        if dtype == "float32":  # in TF32, whose largest of many errors are a matter of luck
+            oracle.assert_as_exact_on_average(job, attention, arrays, dtype)
+        oracle.assert_as_exact_as_naive(
+            job, attention, arrays, dtype, 0, oracle.TF32_EPSILON if dtype == "float32" else 0
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

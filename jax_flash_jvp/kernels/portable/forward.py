@@ -11,6 +11,7 @@ P V̇ share an accumulator: two [BM, DV] accumulators in all.  Dropout takes fro
 import triton
 import triton.language as tl
 
+from jax_flash_jvp import problem
 from jax_flash_jvp.kernels.portable.scores import (
     LN2,
     LOG2E,
@@ -42,6 +43,8 @@ from jax_flash_jvp.kernels.portable.visibility import (
     tile_list,
     visible,
 )
+
+HIDES = tl.constexpr(problem.HIDES)
 
 
 @triton.jit
@@ -157,12 +160,15 @@ def forward(
     s_o = HQ * DV
     o_offset = (i_b * LQ * HQ + i_h) * DV
     if not LINEAR:
+        if has(FEATURES, "bias"):  # may hide a whole row; elsewhere the probabilities of what it hides are zero anyhow
+            b_l = tl.where(b_m <= HIDES * LOG2E, 0.0, b_l)
         lse = (b_m + tl.math.log2(b_l)) * LN2
-        per_l = 1.0 / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing: zeros, ℓ = −∞
+        per_l = tl.where(b_l == 0.0, 0.0, 1.0 / b_l)[:, None]  # a row that sees nothing: zeros, ℓ = −∞
         store_rows(O + o_offset, i_m * BM, s_o, o_r, LQ, DV, scaled(b_o, per_l))
         tl.store(LSE + x, lse, mask=m_x)
         if HAS_TANGENT:
             b_to = scaled(b_to, per_l)
+        b_c = tl.where(b_l == 0.0, 0.0, b_c)
     if HAS_TANGENT:
         store_rows(TO + o_offset, i_m * BM, s_o, o_r, LQ, DV, b_to)
         tl.store(MU + x, b_c, mask=m_x)
