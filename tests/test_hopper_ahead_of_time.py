@@ -20,9 +20,8 @@ NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in
 SPILL = {"whole": 500, "persistent": 500, "causal-ragged": 420, "window-lengths": 640, "mask": 620, "segments": 720}
 SPILL_MORE = {
     ("forward", 64, "causal-ragged"): 500, ("forward", 64, "window-lengths"): 1720,
-    ("forward_dual", 64, "causal-ragged"): 1100, ("forward_dual", 64, "window-lengths"): 1800,
-    ("forward_dual", 64, "mask"): 1300, ("forward_dual", 64, "segments"): 1400,
-    ("forward_dual", 128, "window-lengths"): 700, ("tangent", 96, "window-lengths"): 700,
+    ("forward_dual", 64, "window-lengths"): 1300, ("forward_dual", 64, "mask"): 700,
+    ("forward_dual", 128, "window-lengths"): 850, ("tangent", 64, "window-lengths"): 1200,
     ("key_side", 64, "causal-ragged"): 760, ("key_side", 64, "window-lengths"): 760,
     ("key_side_tangent", 64, "causal-ragged"): 580,
 }  # fmt: skip
