@@ -239,10 +239,10 @@ class KernelPrimitive:
                 full = list(leaves)
                 for i, leaf in zip(moving, moved, strict=True):
                     full[i] = leaf
-                return reference(*tree_unflatten(tree, full), **static)
+                return self._flat(reference, *full, tree=tree, **static)
 
             _, t_out = jax.jvp(along, [leaves[i] for i in moving], [t_leaves[i] for i in moving])
-            return self(*args, **static), t_out
+            return self(*args, **static), tree_unflatten(self.out_tree(leaves, tree, static), t_out)
 
 
 @functools.partial(jax.jit, static_argnames=("primitive", "params"))

@@ -370,6 +370,18 @@ def test_explicit_axes(spec):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+def test_third_order_on_explicit_axes():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jnp.asarray(oracle.normal(0, 2, 300, 1, 4), jnp.float32)
+    attend = lambda x: dot_product_attention(x, x, x, is_causal=True, implementation="xla")
+    along = lambda f: lambda x: jax.jvp(f, (x,), (jnp.sin(x),))[1]
+    third = jax.jit(jax.grad(lambda x: along(along(attend))(x).sum()))
+    expected = third(x)
+    with jax.set_mesh(mesh):
+        got = third(jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))))
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("manual", ["x", "y"])
 def test_explicit_axes_beside_manual_ones(manual):
     mesh = jax.make_mesh((2, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
