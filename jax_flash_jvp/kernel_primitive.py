@@ -79,7 +79,7 @@ def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
 
 def _sharding(a: Any) -> Any:
     """Of the type of an array, or of a type."""
-    return (jax.typeof(a) if isinstance(a, jax.Array) else a).sharding
+    return (a if isinstance(a, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(a)).sharding
 
 
 def axes_of(a: Any) -> tuple[Any, ...]:
@@ -91,6 +91,15 @@ def axes_of(a: Any) -> tuple[Any, ...]:
 def result(shape: Sequence[int], dtype: Any, like: Any, axes: Sequence[Any]) -> jax.ShapeDtypeStruct:
     """What a kernel gives: spread over these axes of the mesh of `like`."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(_sharding(like).mesh, PartitionSpec(*axes)))
+
+
+def _repeated(a: Any, size: int, mapped: Any, axis: int) -> Any:
+    """With a new leading axis, spread over the Explicit mesh axes over which that axis of an array that is mapped is."""
+    spread = axes_of(mapped)[axis]
+    if spread is None or size == 1 or any(axes_of(a)):
+        return jnp.broadcast_to(a, (size, *a.shape))
+    sharding = NamedSharding(_sharding(mapped).mesh, PartitionSpec(spread))
+    return jnp.broadcast_to(a, (size, *a.shape), out_sharding=sharding)
 
 
 def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
@@ -163,10 +172,11 @@ class KernelPrimitive:
     ) -> tuple[list[Any], list[int]]:
         """The mapped axis becomes one more leading axis.  (Merging it with the batch axis here would move data where
         either is spread over devices.)"""
-        size = next(a.shape[d] for a, d in zip(leaves, dims, strict=True) if d is not None)
+        mapped = next((a, d) for a, d in zip(leaves, dims, strict=True) if d is not None)
+        size = mapped[0].shape[mapped[1]]
         shared = tree_leaves(self.shared(tree_unflatten(tree, [d is not None for d in dims]), **static))
         front = [
-            jnp.broadcast_to(a, (1 if s else size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+            _repeated(a, 1 if s else size, *mapped) if d is None else jnp.moveaxis(a, d, 0)
             for a, d, s in zip(leaves, dims, shared, strict=True)
         ]
         out = self.primitive.bind(*_vary_alike(front), tree=tree, **static)

@@ -370,6 +370,18 @@ def test_explicit_axes(spec):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+def test_what_is_not_mapped_is_spread_as_what_is():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    query, key = (jnp.asarray(oracle.normal(i, *lead, 1, 9, 2, 4), jnp.float32) for i, lead in enumerate(((), (4,))))
+    attend = lambda query, key: dot_product_attention(query, key, key, implementation="xla")
+    mapped = jax.jit(jax.vmap(lambda query, key: jax.jvp(attend, (query, key), (query, key))[1], (None, 0)))
+    expected = mapped(query, key)
+    with jax.set_mesh(mesh):
+        got = mapped(query, jax.device_put(key, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))))
+        assert jax.typeof(got).sharding.spec[0] == "x"
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
 def test_third_order_on_explicit_axes():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = jnp.asarray(oracle.normal(0, 2, 300, 1, 4), jnp.float32)

@@ -420,20 +420,6 @@ def row_pointers(X, i_b, i_h, H, row, L, C: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def load_part(X, i_b, i_h, H, row, L, C: gl.constexpr, PART: gl.constexpr):
-    p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, C, PART)
-    return gl.load(p_x, mask=m_x, other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def load_rows(X, i_b, i_h, H, row, L, C: gl.constexpr):
-    b_x = (load_part(X, i_b, i_h, H, row, L, C, 0),)
-    for PART in gl.static_range(1, parts(C)):
-        b_x = b_x + (load_part(X, i_b, i_h, H, row, L, C, PART),)
-    return b_x
-
-
-@gluon.jit
 def store_rows(X, i_b, i_h, H, row, L, b_x, C: gl.constexpr):
     """From registers."""
     for PART in gl.static_range(parts(C)):
