@@ -60,7 +60,7 @@ def dot_product_attention(
         N // K query heads share a key head (grouped-query attention, arXiv:2305.13245).
       value: [B, S, K, Hv] or [S, K, Hv], like `key`; Hv at most 256.
       bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S], or with K heads.  Differentiable.  Where
-        it is -1e5 or less, the key is hidden, as by -inf.
+        it is -1e5 or less, the key is hidden, as by -inf; where no score with it is above -9e4, all keys may be.
       mask: boolean, True where a query attends to a key; broadcast likewise.
       scale: σ, a number; 1 / sqrt(H) by default.
       is_causal: query i attends to keys 0 … i; but see `causal_alignment`.

@@ -96,7 +96,7 @@ def result(shape: Sequence[int], dtype: Any, like: Any, axes: Sequence[Any]) -> 
 def _repeated(a: Any, size: int, mapped: Any, axis: int) -> Any:
     """With a new leading axis, spread over the Explicit mesh axes over which that axis of an array that is mapped is."""
     spread = axes_of(mapped)[axis]
-    if spread is None or size == 1 or any(axes_of(a)):
+    if spread is None or size == 1 or any(axes_of(a)) or jax.sharding.get_abstract_mesh().empty:
         return jnp.broadcast_to(a, (size, *a.shape))
     sharding = NamedSharding(_sharding(mapped).mesh, PartitionSpec(spread))
     return jnp.broadcast_to(a, (size, *a.shape), out_sharding=sharding)

@@ -380,6 +380,9 @@ def test_what_is_not_mapped_is_spread_as_what_is():
         got = mapped(query, jax.device_put(key, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))))
         assert jax.typeof(got).sharding.spec[0] == "x"
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+    many = jax.device_put(key, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    got = jax.vmap(attend, (0, None))(many, query)  # where no mesh is set
+    np.testing.assert_allclose(got, jax.vmap(attend, (0, None))(key, query), rtol=2e-5, atol=2e-5)
 
 
 def test_third_order_on_explicit_axes():

@@ -200,6 +200,19 @@ def test_tangents_of_sharp_attention(implementation, dtype, sharpness):
     oracle.assert_as_exact_on_average(oracle.tangents_along_the_scores, attend, (sharpness * query, *x), dtype)
 
 
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_tangents_of_scores_that_do_not_count(implementation):
+    """Of the first tile nothing remains, however large its Ṡ was."""
+
+    def compute(attention, x, tx):
+        return {"fused": jax.jvp(attention, x, tx)[1], "linear": jax.linearize(attention, *x)[1](*tx)}
+
+    (x, tx, *_), bias = operands(Shape(18, 40)), np.zeros((18, 40))
+    bias[:, :16] = -1e9
+    attend = functools.partial(dot_product_attention, implementation=implementation)
+    oracle.assert_as_exact_as_naive(compute, attend, ((*x, bias), (*tx, bias)), "float32")
+
+
 # ------------------------------------------------------------------------------------------------ properties
 
 
@@ -252,7 +265,7 @@ def test_the_same_bits_every_time():
 PLAIN, CAUSAL = Shape(17, 35, N=2, D=4), Shape(33, 17, D=4, causal=True)
 MUTANTS = {
     "mu-dropped": (forward, "b_to = without(b_to, moved[:, None], b_o)", "pass", PLAIN),
-    "mean-of-one-tile": (forward, "b_rest = b_rest * alpha + (tl", "b_c, b_rest = b_c * 0, (tl", PLAIN),
+    "mean-of-one-tile": (forward, "b_pl, b_l_before, b_l)", "b_pl, b_l * 0, b_l)", PLAIN),
     "scale-doubled": (scores, "b_ts = b_ts * scale\n", "b_ts = b_ts * scale * 2\n", PLAIN),
     "not-rescaled": (forward, "b_to = scaled(b_to, alpha[:, None])", "pass", PLAIN),
     "last-block-unmasked": (visibility, "(o_n < key_end) & (o_m >= 0)", "(o_n < key_end + 16) & (o_m >= 0)", PLAIN),

@@ -49,7 +49,8 @@ def scaled_dot_product_attention(
       key: [N…, H, S, E], in the dtype of `query`.
       value: [N…, H, S, Ev], likewise.  Leading axes broadcast.
       attn_mask: broadcasts to [N…, Hq, L, S].  Boolean: True where a query attends to a key.  Floating point: added to
-        the scores, and differentiable; -1e5 or less hides the key.  Or a :class:`torch.nn.attention.bias.CausalBias`.
+        the scores, and differentiable; -1e5 or less hides the key, and where no sum is above -9e4, all keys may be hidden.
+        Or a :class:`torch.nn.attention.bias.CausalBias`.
       dropout_p: the share of probabilities that are dropped, in [0, 1), by PyTorch's default generator; the others are
         divided by 1 - dropout_p.  Every derivative drops the same.
       is_causal: query i attends to keys 0 … i.  Not together with `attn_mask`.

@@ -136,7 +136,8 @@ def forward(
                     alpha = tl.math.exp2(b_m - m_new)
                 b_m = m_new
                 b_pl = tl.sum(b_p, 1)
-                b_l = b_l * alpha + b_pl
+                b_l_before = b_l * alpha
+                b_l = b_l_before + b_pl
                 b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                 b_pv = thinned(b_p, b_kept, FEATURES)
                 b_v = load_rows(V + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
@@ -145,8 +146,7 @@ def forward(
                     b_to = scaled(b_to, alpha[:, None])
                 if HAS_TS:
                     b_ts = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
-                    b_rest = b_rest * alpha + (tl.sum(b_p * b_ts, 1) - b_c * b_pl)
-                    b_c, moved, b_rest = recentered(b_c, b_rest, b_l)
+                    b_c, moved, b_rest = recentered(b_c, b_rest * alpha, tl.sum(b_p * b_ts, 1), b_pl, b_l_before, b_l)
                     b_to = without(b_to, moved[:, None], b_o)
                 if HAS_TS or not LINEAR:
                     b_o = accumulated(b_o, b_pv, b_v, PRECISION)

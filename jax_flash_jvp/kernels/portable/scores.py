@@ -293,12 +293,17 @@ def under_cap(b_ds, b_u, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def recentered(b_c, b_rest, b_l):
-    """(c, by how much it moved, rest) of each row: c becomes the mean of Ṡ over the keys so far, weighted by P, from the c
-    before, rest = rowsum(P∘(Ṡ − c)) and the sums of P.  What rounding leaves of the rest goes along to the next tile."""
-    c_new = b_c + b_rest / tl.where(b_l == 0.0, 1.0, b_l)
+def recentered(b_c, b_rest, b_pts, b_pl, b_l_before, b_l):
+    """(c, by how much it moved, rest) of each row: c becomes the mean of Ṡ over the keys so far, weighted by P, with the
+    tile's sums of P∘Ṡ and of P, and those of P before the tile and with it.  As long as most of the weight is old, c moves by
+    a difference, and what rounding leaves of it, the rest, goes along to the next tile; else it is a mean of two, in which
+    nothing remains of scores that no longer count."""
+    per_l = 1.0 / tl.where(b_l == 0.0, 1.0, b_l)
+    b_rest += b_pts - b_c * b_pl
+    fresh = b_l_before < 0.5 * b_l
+    c_new = tl.where(fresh, b_c * (b_l_before * per_l) + b_pts * per_l, b_c + b_rest * per_l)
     moved = c_new - b_c
-    return c_new, moved, b_rest - moved * b_l
+    return c_new, moved, tl.where(fresh, 0.0, b_rest - moved * b_l)
 
 
 @triton.jit
