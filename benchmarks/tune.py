@@ -23,7 +23,6 @@ from torch_bridge.launch import TorchLauncher
 PRODUCTS = dict(
     forward=2,
     forward_dual=6,
-    tangent=5,
     key_side=4,
     query_side=3,
     key_side_dual=12,
@@ -42,7 +41,6 @@ def candidates(job: str, head_dim: int) -> list[Tile]:
         "forward_dual": [(128, 128), (128, 64), (64, 64), (64, 128)]
         if small
         else [(128, 64), (128, 32), (64, 64), (64, 32)],
-        "tangent": [(128, 128), (128, 64), (64, 64)] if small else [(128, 64), (128, 32), (64, 64), (64, 32)],
         "key_side": [(64, 128), (128, 128), (64, 64), (32, 128)]
         if small
         else [(64, 128), (32, 128), (64, 64), (32, 64)],
@@ -103,8 +101,6 @@ class Case:
             return jobs.forward(launcher, problem, x)[:1]
         if self.job == "forward_dual":
             return jobs.forward(launcher, problem, x, tx)[::2]
-        if self.job == "tangent":
-            return jobs.tangent(launcher, problem, x, *self.y, tx)[:1]
         none = (False,) * 4
         want, want_t = {
             "key_side": ((False, True, True, False), none),
@@ -148,8 +144,8 @@ class Case:
         w = scale * (tq @ k.T + q @ tk.T)
         w -= (p * w).sum(-1, keepdim=True)
         to = (p * w) @ v + p @ tv
-        if self.job in ("forward_dual", "tangent"):
-            return [o, to] if self.job == "forward_dual" else [to]
+        if self.job == "forward_dual":
+            return [o, to]
         ds = p * (g @ v.T - (g * o).sum(-1, keepdim=True))
         tds = p * (tg @ v.T + g @ tv.T - (tg * o + g * to).sum(-1, keepdim=True)) + ds * w
         dk, dv, tdk, tdv = scale * ds.T @ q, p.T @ g, scale * (tds.T @ q + ds.T @ tq), p.T @ tg + (p * w).T @ g

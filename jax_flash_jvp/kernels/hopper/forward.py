@@ -240,7 +240,7 @@ def consume_dual(
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if has(FEATURES, "persistent"):
                     mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
-                if HAS_TS:  # as `recentered` in `portable/scores.py`; the rest does not matter in 16 bits
+                if HAS_TS:  # as `recentered` in `portable/scores.py`, by differences alone: 16 bits show no more
                     moved = (gl.sum(b_p * b_ts, 1) * scale - b_c * b_pl) * per_l
                     b_c += moved
                     b_to = without(b_to, moved, b_o)

@@ -44,7 +44,7 @@ from jax_flash_jvp.kernels.portable.visibility import (
     visible,
 )
 
-HIDES = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias is added to
+HIDES_ROW = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias is added to
 
 
 @triton.jit
@@ -160,10 +160,8 @@ def forward(
     s_o = HQ * DV
     o_offset = (i_b * LQ * HQ + i_h) * DV
     if not LINEAR:
-        if has(
-            FEATURES, "bias"
-        ):  # that hides a whole row; in others the probabilities of what it hides are zero anyhow
-            b_l = tl.where(b_m <= HIDES * LOG2E, 0.0, b_l)
+        if has(FEATURES, "bias"):  # may hide a whole row; in others the probabilities of what it hides are zero anyhow
+            b_l = tl.where(b_m <= HIDES_ROW * LOG2E, 0.0, b_l)
         lse = (b_m + tl.math.log2(b_l)) * LN2
         per_l = tl.where(b_l == 0.0, 0.0, 1.0 / b_l)[:, None]  # a row that sees nothing: zeros, ℓ = −∞
         store_rows(O + o_offset, i_m * BM, s_o, o_r, LQ, DV, scaled(b_o, per_l))
