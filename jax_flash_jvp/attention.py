@@ -90,7 +90,7 @@ def dot_product_attention(
       zeros and -inf, with zero derivatives.
 
     Raises:
-      ValueError: shapes that do not fit, or an `implementation` that does not serve the call.
+      ValueError: shapes that do not fit or are symbolic beyond the batch, or an `implementation` that does not serve the call.
       TypeError: dtypes that are not supported or differ, or a traced `scale`.
 
     Float32 products follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.
@@ -107,6 +107,11 @@ def dot_product_attention(
             raise ValueError(
                 f"`query`, `key` and `value` must all have shape [batch, length, heads, channels] or all "
                 f"[length, heads, channels]: got {name} of shape {given[name].shape}"
+            )
+        if not all(isinstance(n, int) for n in given[name].shape[-3:]):
+            raise ValueError(
+                f"of a symbolic shape (jax.export) only the batch may be a symbol: got {name} of shape {given[name].shape}; "
+                "export the function once for each length"
             )
     for name in arrays:
         if given[name] is not None:

@@ -4,7 +4,7 @@ x are the operands, y = (o, ℓ) the results; tx and ty = (ȯ, μ) their tangent
 of y and ty.  The derivation stands in kernels/README.md.
 
     kernel             of                         result     linear in    its tangent is         its transpose is
-    forward            x                          y                       forward_dual
+    forward            x                          y          value        forward_dual            backward
     forward_dual       x, tx                      y, ty      tx           second
     tangent            x, y, tx                   ty         tx           second                 backward
     second             x, tx, (y, ty), (ẋ, ṫx)    ẏ, ṫy      ẋ, ṫx        (reference)            backward_dual
@@ -103,6 +103,20 @@ def _mask(wanted: Any) -> Mask:
 @forward.def_jvp
 def _(args, tangents, *, problem):
     return forward_fused(args[0], tangents[0], problem=problem)
+
+
+@forward.def_transpose
+def _(x, *, wanted, cotangent, problem):
+    """Of attention itself, as a linear function of the values: what `jax.linear_transpose` and linear solvers ask for."""
+    if any(wanted[:2]) or any(wanted[3:]):
+        raise ValueError("attention is linear in `value` alone: it cannot be transposed in other operands")
+    if cotangent[0] is None:
+        return None
+    # neither ℓ nor the gradient of the values depends on the values
+    rows = jnp.zeros_like(x.key[..., :1])
+    x = x._replace(value=jnp.broadcast_to(rows, (*rows.shape[:-1], cotangent[0].shape[-1])))
+    y = forward(x, problem=problem)
+    return backward(x, y, (cotangent[0], None), problem=problem, want=_mask(wanted))
 
 
 @forward_dual.def_jvp

@@ -198,7 +198,8 @@ class KernelPrimitive:
 
     def def_transpose(self, rule: Callable) -> Callable:
         """rule(*args, wanted, cotangent, **static) -> cotangent of the last argument; the kernel is linear in those
-        leaves of it that `wanted` marks, and `args` are the others before it."""
+        leaves of it that `wanted` marks, and `args` are the others before it.  Of a kernel with a single argument, `args`
+        is that one, without these leaves."""
 
         def flat_rule(cotangents, *leaves, tree, **static):
             unknown = [ad.is_undefined_primal(a) for a in leaves]
@@ -210,7 +211,7 @@ class KernelPrimitive:
             got: list[Any] = []
             if not all_none(cotangent):
                 wanted = tree_unflatten(tree, unknown)[-1]
-                got = leaves_like(wanted, rule(*args[:-1], wanted=wanted, cotangent=cotangent, **static))
+                got = leaves_like(wanted, rule(*(args[:-1] or args), wanted=wanted, cotangent=cotangent, **static))
             got = [None] * (len(leaves) - len(got)) + got
             zeros = [ad.Zero(a) if u else None for a, u in zip(avals, unknown, strict=True)]
             return [z if c is None or not u else c for c, z, u in zip(got, zeros, unknown, strict=True)]

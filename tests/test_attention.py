@@ -283,6 +283,24 @@ def test_errors_under_jit():
         dot_product_attention(**changed(), implementation="cudnn")
 
 
+def test_only_the_batch_may_be_symbolic():
+    batch, length = jax.export.symbolic_shape("batch, length")
+    export = jax.export.export(jax.jit(dot_product_attention))
+    of_shape = lambda *shape: [jax.ShapeDtypeStruct((*shape, heads, H), "float32") for heads in (N, K, K)]
+    x = [oracle.normal(i, *a.shape).astype(np.float32) for i, a in enumerate(of_shape(3, T))]
+    got = export(*of_shape(batch, T)).call(*x)
+    np.testing.assert_allclose(got, dot_product_attention(*x), rtol=1e-6, atol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"only the batch may be a symbol: got query .*; export the function once for each"
+    ):
+        export(*of_shape(B, length))
+
+
+def test_attention_is_linear_in_the_values_alone():
+    with pytest.raises(ValueError, match="linear in `value` alone"):
+        jax.linear_transpose(lambda key: dot_product_attention(QUERY, key, VALUE), KEY)(QUERY)
+
+
 def test_float64_is_not_served_by_the_kernels():
     with jax.enable_x64(True), pytest.raises(ValueError, match="'interpret' does not serve float64 arrays"):
         dot_product_attention(*map(jnp.asarray, (QUERY, KEY, VALUE)), implementation="interpret")

@@ -92,6 +92,22 @@ def applied(pair, *tangents):
     return pair[0], [pair[1](*t) for t in tangents]
 
 
+def transposed(a, q, k, v, *bias):
+    """Of attention itself, as a function of the values."""
+
+    def output(v):
+        out = a(q, k, v, *bias)
+        return out[0] if isinstance(out, tuple) else out
+
+    return jax.linear_transpose(output, v)(D_O)
+
+
+def solution(a, b):
+    """x of 3 x + attention of x = b, which is transposed to be differentiated."""
+    q = X[0][:, :, ::2]
+    return jax.scipy.sparse.linalg.gmres(lambda x: 3 * x + a(q, q, x), b, tol=1e-14, solve_method="incremental")[0]
+
+
 FORWARD_BACKWARD = dict(forward=1, backward=1)
 DUAL = dict(forward_dual=1, backward_dual=1)
 
@@ -128,6 +144,13 @@ CASES = {
     "transpose-of-jit-of-jvp": (
         lambda a: lambda *x: jax.linear_transpose(jax.jit(of_tangents(a, x)), *x)(D_O), X, None, FORWARD_BACKWARD
     ),
+    "transpose-of-attention": (lambda a: lambda *x: transposed(a, *x), X, FORWARD_BACKWARD),
+    "transpose-of-jit-of-attention": (
+        lambda a: lambda *x: transposed(jax.jit(call(a, **EVERYTHING)), *x, BIAS), X, None, FORWARD_BACKWARD
+    ),
+    "jvp-of-transpose": (lambda a: lambda *x: jax.jvp(lambda *x: transposed(a, *x), x, TX), X),
+    "grad-of-transpose": (lambda a: jax.grad(lambda *x: sine(transposed(a, *x)), (0, 1)), X),
+    "grad-of-linear-solver": (lambda a: jax.grad(lambda v: sine(solution(a, v))), (normal(34, B, T, K, H),)),
     "vjp-of-jvp-in-tangents": (lambda a: lambda *x: jax.vjp(of_tangents(a, x), *TX)[1](D_O), X),
     # ---- gradients through the tangent
     "grad-of-jvp": (lambda a: jax.grad(both(a), ALL), X, DUAL),

@@ -48,12 +48,24 @@ def of_query(s):
     return lambda q: s(q, k, v)
 
 
+def of_value(s):
+    return lambda v: s(q, k, v)
+
+
 def with_bias(s):
     return lambda q, b: s(q, k, v, attn_mask=b)
 
 
 def square(f):
     return lambda *x: (f(*x) ** 2).sum()
+
+
+def waves(f):
+    return lambda *x: f(*x).sin().sum()
+
+
+def curvature(f):
+    return grad(square(grad(waves(f))))
 
 
 def slope(f):
@@ -170,6 +182,14 @@ DERIVATIVES = {
     "vmap-of-jvp-of-jvp": (
         lambda s: vmap(lambda t: jvp(lambda q: jvp(of_query(s), (q,), (t,))[1], (q,), (tk,))[1])(torch.stack([tq, tv])),
         "",
+    ),
+    # attention is linear in the values, so that some of what is wanted of its derivatives is zero
+    "grad-of-grad-of-grad-of-value": (lambda s: grad(waves(curvature(of_value(s))))(v), None),
+    "jvp-of-grad-of-grad-of-value": (lambda s: jvp(curvature(of_value(s)), (v,), (tv,)), None),
+    "grad-of-grad-of-jvp-of-value": (lambda s: curvature(lambda v: jvp(of_value(s), (v,), (v,))[1])(v), None),
+    "jvp-of-query-of-grad-of-grad-of-value": (
+        lambda s: jvp(lambda q: curvature(lambda v: s(q, k, v))(v), (q,), (tq,)),
+        None,
     ),
     "fourth-order": (
         lambda s: jvp(grad(lambda q: (grad(slope(of_query(s)))(q) * tv).sum()), (q,), (tk,)),

@@ -195,13 +195,14 @@ def _vjp(f, moving, case, at, *inputs):
     """The gradients of the moving inputs of f, for the cotangents that follow its inputs."""
     inputs, cotangents = inputs[: len(moving)], inputs[len(moving) :]
 
-    def along(*moved):
+    def product(*moved):
         moved = iter(moved)
         results = f(case, at, *(next(moved) if m else a for a, m in zip(inputs, moving, strict=True)))
-        return [r for r, c in zip(results, cotangents, strict=True) if r is not None and c is not None]
+        products = [(r * c).sum() for r, c in zip(results, cotangents, strict=True) if r is not None and c is not None]
+        return sum(products, inputs[0].new_zeros(()))
 
-    _, pull = torch.func.vjp(along, *(a for a, m in zip(inputs, moving, strict=True) if m))
-    gradients = iter(pull([c for c in cotangents if c is not None]))
+    value, pull = torch.func.vjp(product, *(a for a, m in zip(inputs, moving, strict=True) if m))
+    gradients = iter(pull(torch.ones_like(value)))
     return [next(gradients) if m else None for m in moving]
 
 

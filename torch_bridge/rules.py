@@ -209,7 +209,8 @@ def _backward_dual(*args):
     case = case_of(*inputs[:2], *static)
     if _some(_unpack(inputs)[1]):
         results = reference.backward_dual(inputs[:4], inputs[4:8], inputs[8:10], inputs[10:], case, want)
-        return tuple(inputs[0].new_empty(0) if a is None else a for a in results)
+        absent = lambda i: torch.zeros_like(inputs[i % 4]) if want[i] else inputs[0].new_empty(0)
+        return tuple(absent(i) if a is None else a for i, a in enumerate(results))
 
     def pullback(inputs, outputs, kept, cotangents, wanted):
         cotangents = [c if w else None for c, w in zip(cotangents, want, strict=True)]

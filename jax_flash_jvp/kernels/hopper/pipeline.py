@@ -375,7 +375,8 @@ def until(b_x, end, T: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def clean(tile, row, end, ROWS: gl.constexpr, D: gl.constexpr):
-    """Zeros for the rows of a tile in shared memory past `end`, which may hold anything: 0 · NaN would be NaN."""
+    """Zeros for the rows of a tile in shared memory past `end`, which may hold anything: 0 · NaN would be NaN.  Every warpgroup
+    does so for itself, unsynchronised: all of them write the same."""
     if row + ROWS > end:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
         o_r = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
