@@ -68,6 +68,7 @@ def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):
     {
         "forward": lambda: jobs.forward(recorder, problem, x),
         "forward_dual": lambda: jobs.forward(recorder, problem, x, x),
+        "tangent": lambda: jobs.tangent(recorder, problem, x, statistic, x),
         "statistics": lambda: dual(QUERY),
         "key_side": lambda: backward(KEY_AND_VALUE),
         "query_side": lambda: backward(QUERY),
@@ -87,7 +88,8 @@ def check(job, head_dim, kind, capability, **variant):
     resources = compiled_job(job, head_dim, kind, capability, **variant)
     assert resources.fits(capability), resources
     assert resources.mma or kind == "ieee", resources
-    assert resources.spill_stores <= tile(job, head_dim, dtype, precision, capability).spill, resources
+    tiles_of = "forward_dual" if job == "tangent" else job
+    assert resources.spill_stores <= tile(tiles_of, head_dim, dtype, precision, capability).spill, resources
 
 
 FEATURES = {
@@ -162,6 +164,13 @@ def test_tile(job, head_dim, kind, capability, plain):
 def test_tangents_alone(job, head_dim):
     """As in the gradient of a JVP by the primals: the sums differ, the tiles are the same."""
     check(job, head_dim, "half", 90, plain=True, gradients=False)
+
+
+@pytest.mark.parametrize("capability", [80, 90], ids="sm{}".format)
+@pytest.mark.parametrize(("head_dim", "kind"), [(64, "half"), (128, "half"), (256, "half"), (64, "tf32")])
+def test_tangent_of_the_output_alone(head_dim, kind, capability):
+    """As of a linearized function: in the tiles of forward + tangent."""
+    check("tangent", head_dim, kind, capability, plain=True)
 
 
 def test_no_tile():
