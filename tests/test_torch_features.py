@@ -43,6 +43,9 @@ def make_cases(m, L, S):
             dropout_p=0.2, logits_soft_cap=1.5, local_window_size=(20 * m, 6 * m), sinks=normal(H),
             key_value_seq_lengths=lengths(S, 9 * m), **both(first // 2, second // 2),
         ),
+        "grouped-bias": dict(heads=(4, 2), attn_mask=normal(B, 4, L, S), logits_soft_cap=1.5),
+        "grouped-mask": dict(heads=(4, 2), attn_mask=normal(1, 4, L, S) > 0.7),
+        "grouped-dropout": dict(heads=(6, 2), dropout_p=0.3, is_causal=True, width=7, **both(first, second)),
     }  # fmt: skip
 
 
@@ -55,9 +58,17 @@ def same_seed(*x, **arguments):
     return sdpa(*x, **arguments)
 
 
-def kept(rate, L, S, device="cpu"):
+def operands(arguments, L, S, channels):
+    """Query, key and value."""
+    heads, key_heads = arguments.pop("heads", (H, H))
+    arguments |= dict(enable_gqa=True) if heads != key_heads else {}
+    shapes = (heads, L, channels), (key_heads, S, channels), (key_heads, S, arguments.pop("width", channels))
+    return [normal(B, *shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def kept(rate, heads, L, S, device="cpu"):
     """What dropout multiplies the probabilities by: shown by equal scores and unit vectors for values."""
-    q, k, unit = (torch.zeros(B, H, L, 1), torch.zeros(B, H, S, 1), torch.eye(S).expand(B, H, S, S))
+    q, k, unit = (torch.zeros(B, heads, L, 1), torch.zeros(B, heads, S, 1), torch.eye(S).expand(B, heads, S, S))
     parts = [same_seed(*(a.to(device) for a in (q, k, v)), dropout_p=rate) for v in unit.split(128, -1)]
     return (torch.cat(parts, -1) > 0) / (1 - np.float32(rate)).item()
 
@@ -67,10 +78,9 @@ def kept(rate, L, S, device="cpu"):
 def test_values_and_derivatives(case, bias, record_property):
     record_property("supports", support.claim(case, "PyTorch, tiled reference, float64"))
     arguments = dict(CASES[case])
-    channels = (E, E, arguments.pop("width", E))
-    x = [normal(B, H, n, c, seed=i) for i, (n, c) in enumerate(zip((L, S, S), channels, strict=True))]
-    x += [normal(1, H, L, S)] if bias and not {"is_causal", "attn_mask"} & {*arguments} else []
-    factors = kept(arguments["dropout_p"], L, S) if "dropout_p" in arguments else None
+    x = operands(arguments, L, S, E)
+    x += [normal(1, x[0].shape[1], L, S)] if bias and not {"is_causal", "attn_mask"} & {*arguments} else []
+    factors = kept(arguments["dropout_p"], x[0].shape[1], L, S) if "dropout_p" in arguments else None
 
     def expected(*x, **arguments):
         return naive(*x, **arguments, kept=factors)
@@ -120,15 +130,14 @@ def test_kernels(case, record_property):
     record_property("supports", support.claim(case, "PyTorch, kernels interpreted, float32"))
     launch = pytest.importorskip("torch_bridge.launch")
     arguments, seen, forward = dict(CASES[case]), [], torch.ops.torch_bridge.forward
-    channels = (E, E, arguments.pop("width", E))
-    x = [normal(B, H, n, c, seed=i).float() for i, (n, c) in enumerate(zip((L, S, S), channels, strict=True))]
+    x = [a.float() for a in operands(arguments, L, S, E)]
     with pytest.MonkeyPatch.context() as patched:
         operator = lambda *a: seen.extend(a) or forward(*a)
         patched.setattr("torch_bridge.attention.ops", type("", (), dict(forward=operator)))
         same_seed(*x, **arguments)
     case, mask = operators.case_of(*x[:2], *seen[4:8]), seen[3]
     moving = mask is None or mask.is_floating_point()  # a bias in any case that has no boolean mask
-    x += [normal(1, H, 1, S, seed=4).float() if mask is None else mask.float() if moving else mask]
+    x += [normal(1, x[0].shape[1], 1, S, seed=4).float() if mask is None else mask.float() if moving else mask]
     tx = [normal(*a.shape, seed=9).float() if a.is_floating_point() else None for a in x]
     o, lse, t_o, mu = reference.run("forward_dual", case, x, tx)
     cy, cty = (
@@ -192,10 +201,13 @@ def test_on_a_gpu(case, bias, monkeypatch, record_property):
         name: a if not isinstance(a, torch.Tensor) else a.cuda().float() if a.is_floating_point() else a.cuda()
         for name, a in make_cases(16, L, S)[case].items()
     }
-    channels = (64, 64, arguments.pop("width", 64))
-    x = [normal(B, H, n, c, seed=i).cuda().float() for i, (n, c) in enumerate(zip((L, S, S), channels, strict=True))]
-    x += [normal(1, H, L, S).cuda().float()] if bias and not {"is_causal", "attn_mask"} & {*arguments} else []
-    factors = kept(arguments["dropout_p"], L, S, "cuda") if "dropout_p" in arguments else None
+    x = [a.cuda().float() for a in operands(arguments, L, S, 64)]
+    x += (
+        [normal(1, x[0].shape[1], L, S).cuda().float()]
+        if bias and not {"is_causal", "attn_mask"} & {*arguments}
+        else []
+    )
+    factors = kept(arguments["dropout_p"], x[0].shape[1], L, S, "cuda") if "dropout_p" in arguments else None
 
     def expected(*x, **arguments):
         return naive(*x, **arguments, kept=factors)
