@@ -162,9 +162,12 @@ def _as_array(name: str, a: Any) -> Any:
             raise TypeError(f"`{name}` must be an array: got None")
         return None
     try:
-        return jnp.asarray(a)
+        a = jnp.asarray(a)
     except (TypeError, ValueError) as error:
         raise TypeError(f"`{name}` must be an array: got {type(a).__name__}") from error
+    if a.dtype != jax.dtypes.canonicalize_dtype(a.dtype):
+        raise TypeError(f"`{name}` is {a.dtype}, which needs `jax_enable_x64` where the call is traced; or cast it")
+    return a
 
 
 def _four_dimensional(name: str, a: jax.Array) -> jax.Array:
@@ -181,6 +184,8 @@ def _number(name: str, value: Any, default: float) -> float:
         raise TypeError(f"`{name}` must be a number known when the call is traced; {remedy}")
     try:
         value = float(value)
+    except OverflowError:
+        value = np.inf
     except (TypeError, ValueError) as error:
         raise TypeError(f"`{name}` must be a number: got {type(value).__name__}") from error
     if not abs(value) <= np.finfo(np.float32).max:

@@ -227,10 +227,10 @@ class Tiles:
 
             def one_tile(row_sums: Arrays, inputs: Any) -> Any:
                 j, column, pair, column_sums = inputs
-                d = {**self.arrays["shared"], **row, **column, **pair}
                 sums = {**row_sums, **column_sums, **self.sums["pair"]}
 
                 def visit(sums: Arrays) -> Arrays:
+                    d = {**self.arrays["shared"], **row, **column, **pair}
                     s = self.scores(i, j, d)
                     return tile(d, s, sums)
 

@@ -238,6 +238,7 @@ ERRORS = {
     ),
     "scale-text": (changed(scale="big"), TypeError, "`scale` must be a number: got str"),
     "scale-nan": (changed(scale=float("nan")), ValueError, "`scale` must be finite in float32: got nan"),
+    "scale-huge": (changed(scale=10**400), ValueError, "`scale` must be finite in float32: got inf"),
     "scale-array": (changed(scale=np.ones(2)), TypeError, "`scale` must be a number: got ndarray"),
     "causal": (changed(is_causal="yes"), TypeError, "`is_causal` must be True or False: got str"),
     "window-three": (changed(local_window_size=(1, 2, 3)), TypeError, "or a pair of integers or None: got (1, 2, 3)"),
@@ -356,6 +357,24 @@ def test_nan_is_found_where_jax_looks_for_it(wrap):
         attend(q)
         with pytest.raises(FloatingPointError, match="nan"):
             attend(q.at[0, 0].set(jnp.nan))
+
+
+@pytest.mark.parametrize(
+    "case", [dict(logits_soft_cap=3.0), dict(dropout_rate=0.1, dropout_key=jax.random.key(0))], ids=str
+)
+def test_nothing_leaks_while_it_is_traced(case):
+    """Beside causality, under which tiles are left out by a condition."""
+    q = jnp.ones((1, 5, 2, 4))
+    attend = lambda q: dot_product_attention(q, q, q, is_causal=True, implementation="xla", **case)
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda q: jax.jvp(attend, (q,), (q,))[1].sum()))(q)
+
+
+def test_float64_from_elsewhere():
+    with jax.enable_x64(True):
+        q = jnp.ones((1, 5, 2, 4), "float64")
+    with pytest.raises(TypeError, match="`query` is float64, which needs `jax_enable_x64`"):
+        dot_product_attention(q, q, q)
 
 
 def test_vmap_over_nothing():

@@ -1,6 +1,7 @@
 """The PyTorch functions: values, dtypes, layouts, errors, `patch`, and the kernels behind them."""
 
 import inspect
+import math
 import subprocess
 import sys
 import types
@@ -256,6 +257,9 @@ ERRORS = {
     "dtype": (TypeError, "`query` must be one of", lambda: sdpa(A.int(), A, A)),
     "device": (ValueError, "`key` must be on the device", lambda: sdpa(A, A.to("meta"), A)),
     "scale": (TypeError, "`scale` must be a number", lambda: sdpa(A, A, A, scale=torch.tensor(0.5))),
+    "scale-nan": (ValueError, "`scale` must be finite in float32", lambda: sdpa(A, A, A, scale=math.nan)),
+    "scale-large": (ValueError, "`scale` must be finite in float32", lambda: sdpa(A, A, A, scale=1e300)),
+    "sparse": (ValueError, "`query` must not be sparse", lambda: sdpa(A.to_sparse(), A, A)),
     "nested": (ValueError, "nested", lambda: sdpa(*[torch.nested.nested_tensor([A[0], A[1]])] * 3)),
     "tensor-cap": (
         TypeError,

@@ -135,6 +135,15 @@ def test_dynamic_shapes(backend):
     )
 
 
+def test_dynamic_shapes_with_sinks():
+    sinks = q[0, :, 0, 0].contiguous()
+    tangent = lambda s, q: jvp(lambda q, sinks: s(q, k, v, sinks=sinks), (q, sinks), (q, -sinks))
+    run = compiled(tangent, "aot_eager", dynamic=True)
+    for n in (5, 4):
+        query = q[:, :, :n].clone()
+        check(lambda a=query: run(sdpa, a), lambda a=query: tangent(naive, a), "D")
+
+
 def test_errors_reach_the_user():
     with pytest.raises(Exception, match="dropout_p"):
         compiled(lambda: sdpa(q, k, v, dropout_p=1.5), "aot_eager", fullgraph=False)()

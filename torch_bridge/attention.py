@@ -216,7 +216,8 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
     seen = log_sum_exp > -torch.inf
     log_sum_exp = log_sum_exp.masked_fill(~seen, 0)
     share = torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype)[:, None]) * seen
-    return (o * share[..., None]).to(o.dtype)
+    # in the memory order of o: PyTorch cannot change a tangent's where sizes are symbolic
+    return (o.transpose(1, 2) * share.transpose(1, 2)[..., None].contiguous()).to(o.dtype).transpose(1, 2)
 
 
 def _attend(
@@ -270,6 +271,8 @@ def _check_number(name: str, value) -> None:
         raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")
     if not torch.compiler.is_compiling() and not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         raise TypeError(f"`{name}` must be a number: got {value!r}")
+    if type(value) in (int, float) and not abs(value) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"`{name}` must be finite in float32: got {value}")
 
 
 def _check_devices(query: Tensor, named) -> None:
@@ -279,6 +282,8 @@ def _check_devices(query: Tensor, named) -> None:
             raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
         if a.is_nested:
             raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
+        if a.layout != torch.strided:
+            raise ValueError(f"`{name}` must not be sparse: got {a.layout}; pass its `to_dense()`")
 
 
 SELECTABLE = ("query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids")
