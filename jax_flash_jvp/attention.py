@@ -70,8 +70,9 @@ def dot_product_attention(
       local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right; None for one
         of the two does not limit it.
       implementation: None chooses the kernels on an NVIDIA GPU where they serve the call, and the tiled reference
-        elsewhere.  "triton": the kernels, or an error; "hopper" and "portable" name one family of them.  "xla": the tiled
-        reference, pure JAX on any platform.  "interpret": the kernels on numpy, slowly, for debugging them.
+        elsewhere.  "triton": the kernels up to second order, or an error; "hopper" and "portable" name one family of
+        them.  "xla": the tiled reference, pure JAX on any platform.  "interpret": the kernels on numpy, slowly, for
+        debugging them.
       return_residual: also return the log-sum-exp of the scores.
       causal_alignment: "upper_left", as in jax.nn, or "lower_right": then `is_causal` and `local_window_size` count queries
         from the end, i + S - T in place of i, so that the last query sees the last key, as when decoding.
@@ -92,6 +93,7 @@ def dot_product_attention(
     Raises:
       ValueError: shapes that do not fit or are symbolic beyond the batch, or an `implementation` that does not serve the call.
       TypeError: dtypes that are not supported or differ, or a traced `scale`.
+      NotImplementedError: kernels are asked for by name, and a job of the derivative does not fit the GPU.
 
     Float32 products follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.
 
@@ -120,7 +122,7 @@ def dot_product_attention(
         if given[name] is not None and ndim == 3 and given[name].ndim == 1:
             given[name] = given[name][None]
     rate = dropout_rate_of("dropout_rate", _number("dropout_rate", dropout_rate, 0.0))
-    given["seed"] = _seed(dropout_key, len(given["query"])) if rate else None
+    given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
     x = Operands(*given.values())
     check_operands(x)
     sink_scores = _as_array("sinks", sinks)
@@ -142,7 +144,7 @@ def dot_product_attention(
     )
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"`implementation` must be one of {IMPLEMENTATIONS}: got {implementation!r}")
-    reason = unserved(x, problem)
+    reason = unserved(x)
     if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") and reason is not None:
         raise ValueError(
             f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla'"

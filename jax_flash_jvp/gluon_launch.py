@@ -6,6 +6,7 @@
 3. It expects a key in the metadata of descriptors that Triton 3.6 does not give.
 """
 
+import threading
 from typing import Any
 
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -32,14 +33,18 @@ def install(triton_lib: Any) -> None:
         triton_lib.compile_ttir_to_ptx_inplace,
         triton_lib.TritonFunction._compile_kernel,
     )
-    compiling_gluon = False
+    compiling_gluon, lock = (
+        False,
+        threading.RLock(),
+    )  # one kernel at a time: what is being compiled is known process-wide
     triton_lib.TensorDescMeta.__required_keys__ = frozenset()
 
     def compile_kernel(self, *args):
         nonlocal compiling_gluon
-        compiling_gluon = any(isinstance(value, GluonJITFunction) for value in vars(self).values())
-        library.warps = None
-        return original_kernel(self, *args)
+        with lock:
+            compiling_gluon = any(isinstance(value, GluonJITFunction) for value in vars(self).values())
+            library.warps = None
+            return original_kernel(self, *args)
 
     def compile_to_ptx(module, backend, options, capability):
         if not compiling_gluon:

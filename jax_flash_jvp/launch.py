@@ -88,7 +88,7 @@ def _mapped(job: Callable) -> Callable:
 
     def call(x, *args):
         leaves, tree = jax.tree.flatten((x, *args))
-        shared = [a.shape[0] == 1 != len(x.query) for a in leaves]
+        shared = [a.shape[0] == 1 != x.query.shape[0] for a in leaves]
         squeezed = [a[0] if s else a for a, s in zip(leaves, shared, strict=True)]
         axes = [None if s else 0 for s in shared]
         out = jax.vmap(lambda *leaves: job(*tree.unflatten(leaves)), axes)(*squeezed)
@@ -117,17 +117,14 @@ def _kernel_forward_dual(launcher, problem, x, tx):
     return (o, log_sum_exp), (t_o, mu)
 
 
-def _kernel_backward_dual(launcher, problem, x, y, cty, t, want, want_tangent):
-    dtx, dx = jobs.backward_dual(launcher, problem, x, y, cty, t, want, want_tangent)
-    return dtx, dx
-
-
 _KERNELS: dict[str, Callable] = {
     "forward": lambda launcher, problem, x: jobs.forward(launcher, problem, x)[:2],
     "forward_dual": _kernel_forward_dual,
     "tangent": lambda launcher, problem, x, y, tx: jobs.tangent(launcher, problem, x, y[1], tx),
     "backward": lambda launcher, problem, x, y, cy, want: jobs.backward(launcher, problem, x, y, cy, want),
-    "backward_dual": _kernel_backward_dual,
+    "backward_dual": lambda launcher, problem, x, y, cty, t, want, want_tangent: jobs.backward_dual(
+        launcher, problem, x, y, cty, t, want, want_tangent
+    ),
     "backward_tangent": lambda launcher, problem, x, y, cty, _, t, want: jobs.backward_dual(
         launcher, problem, x, y, cty, t, (False,) * len(want), want
     )[1],
@@ -187,7 +184,7 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, **stat
     by_reference = reference_job(name)
     if wanted == "xla" or name not in _KERNELS or nothing_to_do or (wanted is None and platform != "cuda"):
         return by_reference(x, *args, problem=problem, **static)
-    reason = unserved(x, problem)
+    reason = unserved(x)
     if reason is not None:
         logger.debug("attention %s: the kernels do not serve %s; the tiled reference computes it", name, reason)
         return by_reference(x, *args, problem=problem, **static)

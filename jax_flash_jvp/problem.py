@@ -1,4 +1,4 @@
-"""One attention call, described: its static part, its arrays, and every error that its arguments can raise.
+"""One attention call, described: its static part, its arrays, and the errors that its arguments raise in both frameworks.
 
 Imports no framework: shapes are tuples and dtypes are names, so that JAX and PyTorch share the descriptions and the texts.
 Everywhere below the public functions the logical layout is
@@ -192,8 +192,10 @@ def _check_broadcast(name: str, shape: Sequence[int], scores: Sequence[int], key
         )
 
 
-def unserved(x: Operands, problem: Problem) -> str | None:
+def unserved(x: Operands) -> str | None:
     """What of this call the kernels do not serve, or None."""
     if dtype_of(x.query) not in KERNEL_DTYPES:
         return f"{dtype_of(x.query)} arrays"
+    if not all(isinstance(n, int) for n in x.query.shape):
+        return "a symbolic batch"
     return None

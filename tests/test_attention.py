@@ -291,6 +291,14 @@ def test_only_the_batch_may_be_symbolic():
     x = [oracle.normal(i, *a.shape).astype(np.float32) for i, a in enumerate(of_shape(3, T))]
     got = export(*of_shape(batch, T)).call(*x)
     np.testing.assert_allclose(got, dot_product_attention(*x), rtol=1e-6, atol=1e-6)
+    fixed = [jax.ShapeDtypeStruct((batch, T, N, H), "float32")] * 3
+    mask = MASK[:1, :, :, :T]
+    masked = lambda *x: jax.vmap(lambda *x: dot_product_attention(*x, mask=mask))(*(a[:, None] for a in x))
+    dropped = lambda *x: dot_product_attention(*x, dropout_rate=0.5, dropout_key=jax.random.key(0))
+    for function in (masked, dropped):
+        jax.export.export(jax.jit(function))(*fixed)
+    with pytest.raises(ValueError, match="'interpret' does not serve a symbolic batch"):
+        jax.export.export(jax.jit(lambda *x: dot_product_attention(*x, implementation="interpret")))(*fixed)
     with pytest.raises(
         ValueError, match=r"only the batch may be a symbol: got query .*; export the function once for each"
     ):

@@ -128,6 +128,14 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     assert resources.spill_stores <= SPILL_MORE.get((job, head_dim, kind), SPILL[kind])
 
 
+def test_hopper_on_another_gpu():
+    recorder = Recorder()
+    recorder.target = 80
+    o = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="'hopper' does not serve this GPU"):
+        every.forward(recorder, Problem(scale=0.1, implementation="hopper"), Operands(o, o, o))
+
+
 @pytest.mark.parametrize(
     ("length", "head_dim", "window", "families"),
     [

@@ -1,10 +1,12 @@
 """The PyTorch functions: values, dtypes, layouts, errors, `patch`, and the kernels behind them."""
 
+import contextlib
 import inspect
 import math
 import subprocess
 import sys
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -456,6 +458,69 @@ def test_kernels_read_torch_layouts(layout):
             if a is not None:
                 assert a.shape == b.shape
                 np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+STRIDED_BIASES = {
+    "as-its-tangent": (lambda: dense(1, 2, 17, 19, seed=3).mT, lambda: dense(1, 2, 17, 19, seed=4).mT),
+    "expanded-tangent": (lambda: dense(1, 2, 19, 17, seed=3), lambda: dense(1, 2, 19, 1, seed=4).expand(1, 2, 19, 17)),
+}
+
+
+@pytest.mark.parametrize("bias", STRIDED_BIASES)
+def test_kernels_read_strided_biases(bias):
+    launch = pytest.importorskip("torch_bridge.launch")
+    mask, t_mask = (make() for make in STRIDED_BIASES[bias])
+    make = LAYOUTS["BHLD"]
+    x, tx = ((*(make(n, 2, i + seed) for i, n in enumerate((19, 17, 17))), m) for seed, m in ((0, mask), (5, t_mask)))
+    case = reference.Case(Problem(0.3))
+    o, lse, *ty = reference.run("forward_dual", case, x, tx)
+    cotangents = dict(cy=(make(19, 2, 7), None), cty=(make(19, 2, 8), None), y=(o, lse), ty=ty)
+    for name, groups in (
+        ("forward_dual", {}),
+        ("tangent", dict(y=(o, lse))),
+        ("backward_dual", dict(cotangents, want=[True] * 8)),
+    ):
+        got, want = (
+            run(name, case, x, tx=tx, **groups) for run in (partial(launch.run, NumpyLauncher()), reference.run)
+        )
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("in_dims", [(None, 0), (0, None), (0, 0), (None, None)], ids=str)
+def test_kernels_for_many_biases_or_tangents_of_them(in_dims, monkeypatch):
+    launch = pytest.importorskip("torch_bridge.launch")
+    q, k, v = (LAYOUTS["BHLD"](n, 2, i).expand(2, 2, n, 8) for i, n in enumerate((19, 17, 17)))
+    mask, t_mask = (dense(*(() if d is None else (3,)), 1, 2, 19, 17, seed=i) for i, d in enumerate(in_dims))
+    static = None, False, 0.3, ""
+    masks = mask if in_dims[0] == 0 else [mask] * 3
+    y = map(torch.stack, zip(*(torch.ops.torch_bridge.forward(q, k, v, m, *static) for m in masks), strict=True))
+    args = (q, k, v, mask, q, k, None, t_mask, *y, *static)
+    dims = (None, None, None, in_dims[0], None, None, None, in_dims[1], 0, 0, *(None,) * 4)
+
+    def tangent(run, *args):
+        x, tx, y, _ = operators.split("tangent", args)
+        return tuple(run("tangent", operators.case_of(q, k, *static), x, tx=tx, y=y))
+
+    by_kernels = partial(tangent, partial(launch.run, NumpyLauncher()))
+    monkeypatch.setattr(operators, "ops", types.SimpleNamespace(tangent=by_kernels))
+    got, _ = operators._fold("tangent", types.SimpleNamespace(batch_size=3), dims, *args)
+    for i in range(3):
+        want = tangent(reference.run, *(a if d is None else a[i] for a, d in zip(args, dims, strict=True)))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=2e-5, atol=2e-5)
+
+
+def test_what_has_no_tile_is_left_to_the_reference(monkeypatch):
+    launch = pytest.importorskip("torch_bridge.launch")
+
+    def run(*_, **__):
+        raise NotImplementedError("no tile")
+
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(launch, "TorchLauncher", lambda device: types.SimpleNamespace(device=device))
+    monkeypatch.setattr(launch, "_on", contextlib.nullcontext)
+    assert launch.computed("backward_dual", [normal(1)], {}, None) is None
 
 
 def test_kernels_in_bfloat16():

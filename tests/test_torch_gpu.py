@@ -129,6 +129,13 @@ def test_values_and_derivatives(shape, causal, dtype, kernels_alone, family):
     as_exact_as_naive(x, tangents, weights, is_causal=causal, enable_gqa=True)
 
 
+def test_float32_of_wide_heads():
+    """Second derivatives in IEEE products have no tile: the reference computes them."""
+    x, tangents, weights = ([normal(1, 2, 100, 128, seed=10 * j + i) for i in range(3)] for j in range(3))
+    assert torch.get_float32_matmul_precision() == "highest"
+    as_exact_as_naive(tuple(x), tuple(tangents), weights[:2])
+
+
 def test_tangents_of_large_offset():
     """A tangent that shifts all scores of a row alike changes nothing."""
     q, k, v = (normal(1, 2, 256, 64, dtype=torch.bfloat16, seed=i) for i in range(3))

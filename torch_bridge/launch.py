@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from jax_flash_jvp.problem import Operands, unserved
 from torch_bridge import plans
 from torch_bridge.operators import SELECTED
 from torch_bridge.reference import Case
+
+logger = logging.getLogger(__name__)
 
 
 class TorchLauncher:
@@ -74,10 +77,15 @@ def planned(name: str, args) -> tuple[torch.Tensor, ...] | None:
         return plans.follow(plan, args)
 
 
-def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor, ...]:
+def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor, ...] | None:
+    """The results of an operator; None where no tile of it fits the GPU, as of second derivatives in float32 of wide heads."""
     launcher = TorchLauncher(args[0].device)
     with _on(launcher.device):
-        results = run(launcher, name, case, **groups)
+        try:
+            results = run(launcher, name, case, **groups)
+        except NotImplementedError as error:
+            logger.debug("attention %s: %s; the reference computes it", name, error)
+            return None
         plans.keep(plans.look(name, args), plans.made(args, launcher.launched, results))
     return tuple(args[0].new_empty(0) if a is None else a for a in results)
 
@@ -96,17 +104,18 @@ def _layout(block, dtype: torch.dtype) -> Any:
     return shared_layout(block, str(dtype).removeprefix("torch."))
 
 
-def served(x, case: Case) -> bool:
+def served(x) -> bool:
     """Whether the kernels serve this call."""
-    return bool(x[0].numel() and x[1].numel()) and unserved(Operands(*x[:3]), case.problem) is None
+    return bool(x[0].numel() and x[1].numel()) and unserved(Operands(*x[:3])) is None
 
 
 def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
     """The results of an operator; None for a gradient that is not wanted."""
     problem = case.problem
     pairs = [_alike(a, t) for a, t in zip(x[:3], tx[:3], strict=True)]
+    # a gradient that is wanted has the whole shape of the mask
     mask, t_mask = (x[3], tx[3]) if any(want[3::4]) else _unexpanded(x[3], tx[3])
-    t_x = Operands(*(t for _, t in pairs), t_mask)
+    t_x = Operands(*(t for _, t in pairs), None if t_mask is None else t_mask.contiguous())
     boolean = mask is not None and mask.dtype == torch.bool
     x = Operands(*(a for a, _ in pairs), **{"mask" if boolean else "bias": None if mask is None else _in_words(mask)})
     selected = {
@@ -136,8 +145,7 @@ def _unexpanded(mask, t_mask):
     if mask is None:
         return None, None
     same = [mask.stride(i) == 0 and (t_mask is None or t_mask.stride(i) == 0) for i in range(4)]
-    mask, t_mask = (a if a is None else a[tuple(slice(1 if s else None) for s in same)] for a in (mask, t_mask))
-    return mask, None if t_mask is None else t_mask.contiguous()
+    return (a if a is None else a[tuple(slice(1 if s else None) for s in same)] for a in (mask, t_mask))
 
 
 def _in_words(mask):

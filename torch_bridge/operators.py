@@ -38,7 +38,7 @@ WANT = STATIC + ", bool[] want"
 OPERATORS = {  # tensors, what follows them, number of results, matrix products if nothing is absent
     "forward": (["x"], STATIC + ", bool compiled=False", 2, 2),
     "forward_dual": (["x", "tx"], STATIC, 4, 6),
-    "tangent": (["x", "tx", "y"], STATIC, 2, 5),
+    "tangent": (["x", "tx", "y"], STATIC, 2, 6),
     "backward": (["x", "cy", "y"], WANT, 4, 5),
     "backward_dual": (["x", "tx", "cy", "cty", "y", "ty"], WANT, 8, 15),
 }
@@ -130,8 +130,10 @@ def compute(name: str, *args) -> tuple[Tensor, ...]:
     *tensors, static = split(name, args)
     case = case_of(*args[:2], *static[:4])
     groups = dict(zip(OPERATORS[name][0], tensors, strict=True), want=args[-1] if name.startswith("backward") else ())
-    if device.type == "cuda" and launch.served(groups["x"], case):
-        return launch.computed(name, args, groups, case)
+    if device.type == "cuda" and launch.served(groups["x"]):
+        results = launch.computed(name, args, groups, case)
+        if results is not None:
+            return results
     with torch.autocast(device.type, enabled=False):
         values = reference.run(name, case, **groups)
     results = _allocate(name, *args)
@@ -149,9 +151,11 @@ def _fold(name: str, info, in_dims, *args):
     batch = lead(args[0], in_dims[0]).shape[1]
     of_mask = name.startswith("backward") and any(args[-1][3::4])
     shared = () if of_mask else (3, 7) if "tx" in OPERATORS[name][0] else (3,)
+    # the batch axis of a mask is that of its tangent
+    alone = all(args[i] is None or (in_dims[i] is None and args[i].shape[0] == 1) for i in shared)
     folded = list(args)
     for i, (a, d) in enumerate(zip(args, in_dims, strict=True)):
-        if isinstance(a, Tensor) and not (i in shared and d is None and a.shape[0] == 1):
+        if isinstance(a, Tensor) and not (i in shared and alone):
             a = lead(a, d)
             folded[i] = a.expand(-1, batch, *a.shape[2:]).flatten(0, 1)
     results = [a if a.dim() == 1 else a.unflatten(0, (info.batch_size, batch)) for a in getattr(ops, name)(*folded)]

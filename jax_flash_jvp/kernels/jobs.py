@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def _family(job: str, launcher: Launcher, problem: Problem, x: Operands) -> ModuleType:
-    if problem.implementation == "portable" or launcher.target != 90:
+    if problem.implementation == "portable" or (launcher.target != 90 and problem.implementation != "hopper"):
         return portable
     from jax_flash_jvp.kernels.hopper import jobs as hopper  # needs Gluon, which other GPUs do without
 

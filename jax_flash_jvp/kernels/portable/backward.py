@@ -12,8 +12,8 @@ and along tangents of everything that stands there, with w = Ṡ − μ, so that
 The tangent of the backward is also the reverse rule of forward + tangent: with d_o the cotangent of ȯ and ḋ_o that of o,
 the plain results are the cotangents of the tangents and the dotted ones those of the operands.
 
-Three kernels, since dK and dV sum over queries, dQ over keys and dbias over what it is broadcast along: no atomics, the same
-bits on every run.  Dropout multiplies the products with V and what meets d_o.
+A kernel each for what sums over queries (dK, dV), over keys (dQ), and over what a bias is broadcast along (`bias.py`), and
+one for δ before: no atomics, the same bits on every run.  Dropout multiplies the products with V and what meets d_o.
 """
 
 import triton
@@ -99,7 +99,7 @@ def key_side(
     s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
-    HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_TANGENT: tl.constexpr,
+    HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr, WANT_TK: tl.constexpr, WANT_TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(dK, dV) and their tangents for one block of keys: a pass over the queries of every head that reads these keys.
@@ -124,7 +124,7 @@ def key_side(
     b_tk = b_k
     if HAS_TK:
         b_tk = load_rows(TK + k_offset, i_n * BN, s_k, o_r, key_end, D, True)
-    if WANT_K or WANT_TK or WANT_TV:
+    if WANT_K or WANT_TK:
         b_v = load_rows(V + v_offset, i_n * BN, s_v, o_r, key_end, DV, True)
         if HAS_TV:
             b_tv = load_rows(TV + v_offset, i_n * BN, s_v, o_r, key_end, DV, True)

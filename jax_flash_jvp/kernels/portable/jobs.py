@@ -77,7 +77,7 @@ class _Call:
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
             self.value_constants, D=self.head_dim, UNIT=unit, FEATURES=self.features,
-            PRECISION=product(problem.precision, self.widest),
+            PRECISION=product(self.dtype, problem.precision, self.widest),
         )  # fmt: skip
         for name, (_, sequence, head) in zip("qkv", strides, strict=True):
             self.constants.update({f"s_{name}": sequence, f"s_{name}h": head})
@@ -200,7 +200,7 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
         like = (call.key_gradient, call.value_gradient) * 2
         got = call.run(
             backward_kernels.key_side, t, call.key_programs(t), inputs,
-            [g if w else None for g, w in zip(like, wanted, strict=True)], tx, by_key=True, HAS_TANGENT=dual,
+            [g if w else None for g, w in zip(like, wanted, strict=True)], tx, by_key=True,
             **dict(zip(("WANT_K", "WANT_V", "WANT_TK", "WANT_TV"), wanted, strict=True)), **has,
         )  # fmt: skip
         key_gradients = [new if w else old for new, old, w in zip(got, key_gradients, wanted, strict=True)]
@@ -222,13 +222,9 @@ def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], 
     bias = call.x.bias
     by_row, by_column = (f"bias:{axis}" in call.features.split() for axis in ("rows", "columns"))
     t = call.tile("score_side" if not want[1] else "score_side_dual")
-    shape, dtype, shared = (
-        (*bias.shape[:2],),
-        dtype_of(bias),
-        (call.batch // bias.shape[0], call.query_heads // bias.shape[1]),
-    )
     if by_row and by_column:
-        shape = tuple(bias.shape)
+        shape, dtype = tuple(bias.shape), dtype_of(bias)
+        shared = (call.batch // bias.shape[0], call.query_heads // bias.shape[1])
     else:
         length = call.key_length if by_column else call.query_length
         shape, dtype, shared = (call.batch, call.query_heads, length), "float32", (1, 1)

@@ -1,4 +1,4 @@
-"""What every kernel does with one tile: addressing, scores, visibility, dropout.
+"""What every kernel does with one tile: addressing, products, scores.
 
 Dialect: i_ index, o_ offsets, b_ block in registers, t_ tangent, d_ cotangent; constexprs in capitals.  FEATURES names what a
 call uses beyond plain attention (`features` in jobs.py); what it does not name is not compiled.  `o_m` and `o_n`, queries and

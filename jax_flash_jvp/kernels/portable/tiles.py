@@ -113,9 +113,11 @@ def padded(head_dim: int) -> int:
     return sum(widths(head_dim))
 
 
-def product(precision: str, head_dim: int) -> str:
+def product(dtype: str, precision: str, head_dim: int) -> str:
     """How `tl.dot` multiplies float32: "ieee" of wide heads as three products of TF32 parts, for the unrolled products of
-    the other cores would not fit the registers."""
+    the other cores would not fit the registers.  Of other dtypes it says nothing, and is the same always."""
+    if dtype != "float32":
+        return "tf32"
     return "tf32x3" if precision == "ieee" and padded(head_dim) > HEAD_DIMS[0] else precision
 
 
