@@ -14,7 +14,6 @@ from jax_flash_jvp import dot_product_attention
 from measure import PRODUCTS, Case, Contender, Prepared, end_heads, timed
 
 ROWS, HEADS = 1, 2
-enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 wait = jax.block_until_ready
 
 
@@ -84,7 +83,7 @@ def naive(job, causal, arrays, first, exact, rounds_scores=False) -> list[np.nda
             s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool), first), s, -jnp.inf)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s).astype(q.dtype), v)
 
-    with enable_x64(True) if exact else contextlib.nullcontext():
+    with jax.enable_x64(True) if exact else contextlib.nullcontext():
         if exact:
             arrays = [a.astype(jnp.float64) for a in arrays]
         function, arguments = job_function(job, attention, causal, arrays)

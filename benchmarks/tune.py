@@ -26,6 +26,7 @@ PRODUCTS = dict(
     key_side=4,
     query_side=3,
     key_side_dual=12,
+    # above 64 channels the key side is two launches: `value_side_dual` and `key_side_dual` of the tables
     key_v=5,
     key_k=9,
     query_side_dual=9,
@@ -182,7 +183,9 @@ def _compile(args) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", nargs="+", default=["forward", "forward_dual", "key_side", "query_side"])
+    parser.add_argument(
+        "--jobs", nargs="+", choices=list(PRODUCTS), default=["forward", "forward_dual", "key_side", "query_side"]
+    )
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--causal", action="store_true")

@@ -146,8 +146,8 @@ class _Patch:
 @contextlib.contextmanager
 def patch() -> Iterator[None]:
     """While open, this package's function is `scaled_dot_product_attention` in :mod:`torch.nn.functional`, and in every
-    loaded module that imported it from there, for all threads; where several overlap, until the last is closed.  Open it
-    before a compiled model is first called."""
+    loaded module that imported it from there, for all threads; where several overlap, until the last is closed.  Modules
+    that import the function while it is open keep this package's.  Open it before a compiled model is first called."""
     name = scaled_dot_product_attention.__name__
     with _Patch.lock:
         if not _Patch.count:
