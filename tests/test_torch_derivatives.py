@@ -23,6 +23,7 @@ from torch.func import (  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
+from test_torch_attention import NumpyLauncher  # noqa: E402
 from test_torch_oracle import (  # noqa: E402
     Model,
     batch,
@@ -35,6 +36,7 @@ from test_torch_oracle import (  # noqa: E402
     naive,
     plain_loss,
 )
+from torch_bridge import operators  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 from torch_bridge.operators import ops  # noqa: E402
 
@@ -42,6 +44,7 @@ torch.manual_seed(0)
 q, k, v, tq, tk, tv = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(6))
 x, tx = (q, k, v), (tq, tk, tv)
 bias, t_bias = torch.randn(3, 1, 5, dtype=torch.float64), torch.randn(3, 1, 5, dtype=torch.float64)
+square_bias = torch.randn(3, 5, 5, dtype=torch.float64)
 
 
 def of_query(s):
@@ -162,8 +165,12 @@ DERIVATIVES = {
     ),
     "bias-vmap": (lambda s: vmap(lambda q, k, v: s(q, k, v, attn_mask=bias))(*lead(*x)), "F"),
     "bias-vmap-of-tangents": (
-        lambda s: vmap(lambda t: jvp(lambda b: with_bias(s)(q, b), (bias,), (t,))[1])(bias[None]),
+        lambda s: vmap(lambda t: jvp(lambda b: with_bias(s)(q, b), (bias,), (t,))[1])(torch.stack([bias, t_bias])),
         "FT",
+    ),
+    "bias-transposed-jvp-of-grad": (
+        lambda s: jvp(grad(square(lambda b: s(q, k, v, attn_mask=b.mT))), (square_bias,), (square_bias.mT.sin(),)),
+        "DS",
     ),
     "bias-jacrev": (lambda s: jacrev(lambda b: with_bias(s)(q, b)[0, 0, 0])(bias), "FB"),
     "bias-hessian": (lambda s: hessian(lambda b: square(with_bias(s))(q, b))(bias), "FTS"),
@@ -201,6 +208,26 @@ DERIVATIVES = {
 @pytest.mark.parametrize(("derivative", "launches"), DERIVATIVES.values(), ids=DERIVATIVES)
 def test_derivative(derivative, launches):
     check(lambda: derivative(sdpa), lambda: derivative(naive), launches, tolerance=1e-10)
+
+
+LARGE = {"jacfwd", "jacrev", "hessian"}
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [pytest.param(f, id=name, marks=[pytest.mark.slow] * (name in LARGE)) for name, (f, _) in DERIVATIVES.items()],
+)
+def test_derivative_by_the_kernels(derivative, monkeypatch):
+    """With the operators' arrays as a GPU would get them: strides, folded axes and all."""
+    launch = pytest.importorskip("torch_bridge.launch")
+    in_dtype = lambda dtype, group: [a if a is None or not a.is_floating_point() else a.to(dtype) for a in group]
+
+    def run(name, case, want=(), **groups):
+        narrow = {group: in_dtype(torch.float32, tensors) for group, tensors in groups.items()}
+        return in_dtype(torch.float64, launch.run(NumpyLauncher(), name, case, want=want, **narrow))
+
+    monkeypatch.setattr(operators.reference, "run", run)
+    check(lambda: derivative(sdpa), lambda: derivative(naive), None, 1e-4)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
