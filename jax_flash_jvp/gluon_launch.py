@@ -33,10 +33,8 @@ def install(triton_lib: Any) -> None:
         triton_lib.compile_ttir_to_ptx_inplace,
         triton_lib.TritonFunction._compile_kernel,
     )
-    compiling_gluon, lock = (
-        False,
-        threading.RLock(),
-    )  # one kernel at a time: what is being compiled is known process-wide
+    compiling_gluon = False
+    lock = threading.RLock()  # one kernel at a time: which one is being compiled is known process-wide
     triton_lib.TensorDescMeta.__required_keys__ = frozenset()
 
     def compile_kernel(self, *args):
