@@ -181,6 +181,19 @@ def test_tangents_of_sharp_attention(family, sharpness, dtype):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_growing_scores(family, dtype):
+    for head_dim, causal in ((64, False), (72, True), (128, False)):
+        ((query, key, value), tx, _) = operands((1, 900, 900, 2, 2, head_dim, causal))
+        x = (*oracle.with_growing_scores(query, key), value)
+        attend = functools.partial(by(family), is_causal=causal)
+        oracle.assert_as_exact_on_average(
+            lambda attention, *arrays: jax.jvp(attention, arrays[:3], arrays[3:]), attend, (*x, *tx), dtype,
+            functools.partial(oracle.attention, is_causal=causal),
+        )  # fmt: skip
+
+
 def launches(function, *args):
     return jax.jit(function).lower(*args).compile().as_text().count('custom_call_target="triton_kernel_call')
 

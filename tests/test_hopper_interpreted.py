@@ -210,7 +210,7 @@ MUTANTS = {  # and whether it takes late copies to notice
         False,
     ),
     "statistics-overwritten": ("mbarrier.wait(s_empty.index(stage), s_phase)", "pass", True),
-    "mu-dropped": ("b_to = without(b_to, moved, b_o)", "pass", False),
+    "mu-dropped": ("b_to = increased(b_to, back, b_o)", "pass", False),
     "mu-dropped-backward": ("b_ts -= mu * per_scale", "pass", False),
     "ragged-end": ("query_end, key_end - 1, -1", "query_end, key_end + 99, -1", False),
 }
@@ -227,3 +227,22 @@ def test_broken_kernels_fail(old, new, late):
 def test_whole_kernels_pass(late):
     launcher = gluon_on_numpy.Launcher(late=late, multiprocessors=1)
     check(problem(64, False), *operands((1, 400, 700, 1, 1, 64)), launcher=launcher)
+
+
+def growing(dtype):
+    x, tx = operands((1, 100, 600, 1, 1, 64))
+    query, key = oracle.with_growing_scores(np.float32(x.query), np.float32(x.key))
+    x = x._replace(query=query, key=key)
+    return (Operands(*(None if a is None else np.asarray(a).astype(dtype) for a in y)) for y in (x, tx))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_growing_scores(dtype):
+    check(problem(64, False), *growing(dtype))
+
+
+@pytest.mark.parametrize("sums", ["b_o", "b_to"])
+def test_growing_scores_not_rescaled_fail(sums):
+    with pytest.raises(AssertionError):
+        check(problem(64, False), *growing(jnp.bfloat16),
+              launcher=gluon_on_numpy.Launcher(f"{sums} = rescaled({sums}, alpha)", "pass"))  # fmt: skip

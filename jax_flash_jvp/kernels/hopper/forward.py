@@ -24,6 +24,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     clean,
     halves,
     hide,
+    increased,
     key_bounds,
     load_resident,
     load_tile,
@@ -33,6 +34,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     own_block,
     product_layout,
     reach,
+    rescaled,
     scaled,
     score_product,
     selected,
@@ -43,7 +45,6 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     tiles,
     until,
     visits,
-    without,
     zeroed,
 )
 from jax_flash_jvp.kernels.portable.scores import has, parts
@@ -171,9 +172,12 @@ def scores(
 
 
 @gluon.jit
-def softmax(b_s, b_m, b_l, scale):
-    """(p, its sums, what earlier sums are to be multiplied by, maxima in base 2, all sums) with these scores."""
+def softmax(b_s, b_m, b_l, scale, SLACK: gl.constexpr):
+    """(p, its sums, what earlier sums are to be multiplied by, maxima in base 2, all sums) with these scores.  Maxima remain
+    where they grow by no more than SLACK, so that p is at most 2 to that power."""
     m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
+    if SLACK > 0:
+        m_new = gl.where(m_new - b_m <= SLACK, b_m, m_new)
     b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(b_m - m_new)
     b_pl = gl.sum(b_p, 1)
@@ -195,6 +199,7 @@ def consume_dual(
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     HAS_O: gl.constexpr = HAS_TS or not LINEAR
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
+    SLACK: gl.constexpr = 8 if q_s.dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
     last_tick = tick + tiles_of[0] + tiles_of[1] - 1
     if LINEAR:
         o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
@@ -228,9 +233,9 @@ def consume_dual(
                     b_pl = gl.sum(b_p, 1)
                     b_l += b_pl
                 else:
-                    b_p, b_pl, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
-                    b_o = scaled(b_o, alpha)
-                    b_to = scaled(b_to, alpha)
+                    b_p, b_pl, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, SLACK)
+                    b_o = rescaled(b_o, alpha)
+                    b_to = rescaled(b_to, alpha)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
                 per_l = 1.0 / gl.where(b_l == 0.0, 1.0, b_l)
                 if HAS_TS:
@@ -241,9 +246,9 @@ def consume_dual(
                 if has(FEATURES, "persistent"):
                     mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
                 if HAS_TS:  # as `recentered` in `portable/scores.py`, by differences alone: 16 bits show no more
-                    moved = (gl.sum(b_p * b_ts, 1) * scale - b_c * b_pl) * per_l
-                    b_c += moved
-                    b_to = without(b_to, moved, b_o)
+                    back = (b_c * b_pl - gl.sum(b_p * b_ts, 1) * scale) * per_l
+                    b_c -= back
+                    b_to = increased(b_to, back, b_o)
                 mbarrier.wait(full.index(v_slot), v_phase)
                 if MASKED and has(FEATURES, "key_lengths"):
                     clean(v, j * BN, sight[1], BN, D)
@@ -320,7 +325,7 @@ def consume_plain(
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             mbarrier.arrive(empty.index(k_slot), count=1)
             b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
-            b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
+            b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, 0)
             b_o = scaled(b_o, alpha)
             p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
             v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
@@ -344,7 +349,7 @@ def consume_plain(
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
-                b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale)
+                b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, 0)
                 b_o, p = settled(b_o, p)
                 mbarrier.arrive(empty.index(v_slot), count=1)
                 p = gl.convert_layout(b_p.to(q_s.dtype), p_l)

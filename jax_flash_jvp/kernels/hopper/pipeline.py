@@ -132,12 +132,39 @@ def scaled(b_x, b_r):
     return b_y
 
 
+@triton.constexpr_function
+def rescaling(n):
+    """PTX that multiplies n sums of a thread, which are of two rows in turn, and the constraints on its operands."""
+    jump = [".reg .pred p;", f"setp.neu.f32 p, ${2 * n}, 0f3F800000;", f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;",
+            "vote.sync.any.pred p, p, -1;", "@!p bra DONE;"]  # fmt: skip
+    products = [f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)]
+    constraints = ["=f"] * n + [str(i) for i in range(n)] + ["f"] * n
+    return "\n".join(["{", *jump, *products, "DONE:", "}"]), ",".join(constraints)
+
+
 @gluon.jit
-def without(b_x, b_r, b_y):
-    """x − r y, with a number r for each row."""
-    b_z = (b_x[0] - by_row(b_r, b_x[0]) * b_y[0],)
+def rescaled_part(b_x, b_r):
+    N: gl.constexpr = b_x.shape[1] // 2
+    PTX: gl.constexpr = rescaling(N)
+    b_r, _ = gl.broadcast(by_row(b_r, b_x), b_x)
+    return gl.inline_asm_elementwise(PTX[0], PTX[1], [b_x, b_r], gl.float32, True, N)
+
+
+@gluon.jit
+def rescaled(b_x, b_r):
+    """As `scaled`, of numbers that are mostly one: a warp in whose rows they all are passes over the multiplications."""
+    b_y = (rescaled_part(b_x[0], b_r),)
     for PART in gl.static_range(1, len(b_x)):
-        b_z = b_z + (b_x[PART] - by_row(b_r, b_x[PART]) * b_y[PART],)
+        b_y = b_y + (rescaled_part(b_x[PART], b_r),)
+    return b_y
+
+
+@gluon.jit
+def increased(b_x, b_r, b_y):
+    """x + r y, with a number r for each row."""
+    b_z = (b_x[0] + by_row(b_r, b_x[0]) * b_y[0],)
+    for PART in gl.static_range(1, len(b_x)):
+        b_z = b_z + (b_x[PART] + by_row(b_r, b_x[PART]) * b_y[PART],)
     return b_z
 
 
