@@ -35,6 +35,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     product_layout,
     reach,
     rescaled,
+    row_dot,
     scaled,
     score_product,
     selected,
@@ -246,7 +247,7 @@ def consume_dual(
                 if has(FEATURES, "persistent"):
                     mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
                 if HAS_TS:  # as `recentered` in `portable/scores.py`, by differences alone: 16 bits show no more
-                    back = (b_c * b_pl - gl.sum(b_p * b_ts, 1) * scale) * per_l
+                    back = (b_c * b_pl - row_dot(b_p, b_ts) * scale) * per_l
                     b_c -= back
                     b_to = increased(b_to, back, b_o)
                 mbarrier.wait(full.index(v_slot), v_phase)
