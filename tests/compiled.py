@@ -10,18 +10,59 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
+from jax_flash_jvp.kernels.launcher import Rows, pointers
 
 # The most shared memory that a block may ask for, in bytes, by compute capability.
 SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 # Columns of tensor memory. Beyond them Triton emits a kernel that traps: no matrix instructions, no spills.
 TENSOR_MEMORY_LIMIT = 512
 
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
 _INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma.sync": r"mma\.sync", "tcgen05.mma": r"tcgen05\.mma"}
 _ASYNC_COPY = r"cp\.async\.(?:c[ag]|bulk\.tensor)"
+
+
+class Recorder:
+    """A launcher of nothing: arrays are shapes, and what would be launched is what `compiled` takes."""
+
+    descriptors, multiprocessors = True, 132
+
+    def __init__(self, target):
+        self.target = target
+        self.launches = []
+
+    def strides(self, array):
+        _, length, heads, head_dim = array.shape
+        return length * heads * head_dim, heads * head_dim, head_dim, 1
+
+    def round_to_tf32(self, array):
+        return array
+
+    def summed(self, array, by_column, like):
+        return like
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        types = [self._type(a) for a in (*pointers(inputs), *scalars, *outputs)]
+        names = [p.name for p in kernel.params if not p.is_constexpr]
+        options = dict(num_warps=num_warps, num_stages=num_stages, registers=registers)
+        self.launches.append((kernel, dict(zip(names, types, strict=True)), constants, options))
+        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
+
+    def _type(self, argument):
+        if isinstance(argument, Rows):
+            block, dtype = argument.view(self.strides(argument.array))[2], str(argument.array.dtype)
+            sizes = ", ".join(map(str, block))
+            return f"tensordesc<{_TYPES[dtype]}[{sizes}],{shared_layout(block, dtype)!r}>"
+        if isinstance(argument, int | float):
+            return "i32" if isinstance(argument, int) else "fp32"
+        return "*" + _TYPES[str(argument.dtype)]
 
 
 @dataclass(frozen=True)

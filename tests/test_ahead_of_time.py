@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from compiled import SHARED_LIMITS, compiled
+from compiled import SHARED_LIMITS, Recorder, compiled
 from jax_flash_jvp.attention import dot_product_attention
 from jax_flash_jvp.kernels.portable import jobs
 from jax_flash_jvp.kernels.portable.tiles import HEAD_DIMS, HEAD_DIMS_AND_96, JOBS, find, tile
@@ -15,39 +15,9 @@ from recorded import launches_of
 
 NARROW = (16, 32)  # heads that take the tiles of 64 channels
 KINDS = {"half": ("bfloat16", "ieee"), "tf32": ("float32", "tf32"), "ieee": ("float32", "ieee")}
-TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "bool": "i1"}
 NOTHING, QUERY, VALUE, KEY_AND_VALUE, BIAS = (
     tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "v", "kv", "b")
 )
-
-
-class Recorder:
-    """A launcher of nothing: arrays are shapes, and what would be launched is what `compiled` takes."""
-
-    def __init__(self, target):
-        self.target = target
-        self.launches = []
-
-    def strides(self, array):
-        _, length, heads, head_dim = array.shape
-        return length * heads * head_dim, heads * head_dim, head_dim, 1
-
-    def round_to_tf32(self, array):
-        return array
-
-    def summed(self, array, by_column, like):
-        return like
-
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        first = next(i for i in inputs if i is not None)
-        types = ["*" + TRITON_TYPES[str((first if i is None else i).dtype)] for i in inputs]
-        types += ["fp32" if isinstance(s, float) else "i32" for s in scalars]
-        types += ["*" + TRITON_TYPES[o.dtype] for o in outputs]
-        names = [p.name for p in kernel.params if not p.is_constexpr]
-        signature = dict(zip(names, types, strict=True))
-        options = dict(num_warps=num_warps, num_stages=num_stages, registers=registers)
-        self.launches.append((kernel, signature, constants, options))
-        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
 
 
 def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):

@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from compiled import compiled
+from compiled import Recorder, compiled
 from jax_flash_jvp.kernels import jobs as every
 from jax_flash_jvp.kernels.hopper import jobs
-from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
-from jax_flash_jvp.kernels.launcher import Rows, pointers
 from jax_flash_jvp.problem import Operands, Problem
 
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
 # bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 they are fewer
 SPILL = {"whole": 500, "persistent": 500, "causal-ragged": 420, "window-lengths": 640, "mask": 620, "segments": 720}
@@ -27,37 +24,8 @@ SPILL_MORE = {
 }  # fmt: skip
 
 
-class Recorder:
-    """A launcher of nothing: arrays are shapes, and what would be launched is what `compiled` takes."""
-
-    target, descriptors, multiprocessors = 90, True, 132
-
-    def __init__(self):
-        self.launches = []
-
-    def strides(self, array):
-        _, length, heads, head_dim = array.shape
-        return length * heads * head_dim, heads * head_dim, head_dim, 1
-
-    def type_of(self, argument):
-        if isinstance(argument, Rows):
-            block, dtype = argument.view(self.strides(argument.array))[2], str(argument.array.dtype)
-            sizes = ", ".join(map(str, block))
-            return f"tensordesc<{TYPES[dtype]}[{sizes}],{shared_layout(block, dtype)!r}>"
-        if isinstance(argument, int | float):
-            return "i32" if isinstance(argument, int) else "fp32"
-        return "*" + TYPES[str(argument.dtype)]
-
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        types = [self.type_of(a) for a in (*pointers(inputs), *scalars, *outputs)]
-        names = [p.name for p in kernel.params if not p.is_constexpr]
-        options = dict(num_warps=num_warps, num_stages=num_stages, registers=registers)
-        self.launches.append((kernel, dict(zip(names, types, strict=True)), constants, options))
-        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
-
-
 def last_launch(job, head_dim, kind):
-    recorder, length = Recorder(), {"causal-ragged": 1023, "whole": 8192}.get(kind, 1024)
+    recorder, length = Recorder(90), {"causal-ragged": 1023, "whole": 8192}.get(kind, 1024)
     batch = 32  # so many blocks that a program computes several, where they are alike and short
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")
@@ -129,8 +97,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
 
 
 def test_hopper_on_another_gpu():
-    recorder = Recorder()
-    recorder.target = 80
+    recorder = Recorder(80)
     o = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match="'hopper' does not serve this GPU"):
         every.forward(recorder, Problem(scale=0.1, implementation="hopper"), Operands(o, o, o))
@@ -154,7 +121,7 @@ def test_hopper_on_another_gpu():
 )
 def test_which_kernels_are_taken(length, head_dim, window, families):
     """Of forward, forward + tangent and backward, unless a family is asked for: short loops do not fill the rings."""
-    recorder = Recorder()
+    recorder = Recorder(90)
     o = jax.ShapeDtypeStruct((1, length, 2, head_dim), jnp.bfloat16)
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
     if window == "documents":

@@ -6,13 +6,14 @@ import triton
 
 from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
+from jax_flash_jvp.kernels.hopper.pipeline import GROUP_ROWS
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
 from jax_flash_jvp.kernels.portable.tiles import Tile
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
-GROUP = 64  # resident rows of a consumer warpgroup
+GROUP = GROUP_ROWS.value
 WIDTHS = (64, 96, 128)  # up to so many channels; tiles have 64 or 128
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
