@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from jax_flash_jvp import dot_product_attention
+from jax_flash_jvp import dot_product_attention, interpret
 from jax_flash_jvp.kernels.portable import backward, forward, scores, visibility
 
 ALL = (0, 1, 2)
@@ -291,3 +293,17 @@ def test_broken_kernels_fail(module, old, new, shape, broken_kernels):
 @pytest.mark.parametrize("shape", [PLAIN, CAUSAL], ids=str)
 def test_whole_kernels_pass(shape):
     check(shape, "float32")
+
+
+@triton.jit
+def distances(X, OUT, row, STRIDE: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
+    pointers, o_d = scores.block_pointers(X, row, STRIDE, tl.arange(0, N), D, 0)
+    tl.store(OUT + tl.arange(0, N)[:, None] * D + o_d[None, :], (pointers.to(tl.int64) - X.to(tl.int64)) // 2)
+
+
+@pytest.mark.parametrize("stride", [64, 2**27])
+def test_rows_that_lie_far_apart(stride):
+    """As in sequence-first arrays of more than 2³¹ elements."""
+    got = np.zeros(32 * 16, np.int64)
+    interpret.launch(distances, (1,), np.zeros(8, np.float16), got, 3, STRIDE=stride, D=16, N=32)
+    np.testing.assert_array_equal(got.reshape(32, 16), (3 + np.arange(32))[:, None] * stride + np.arange(16))

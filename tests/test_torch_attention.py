@@ -22,7 +22,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noq
 
 import torch_bridge  # noqa: E402
 from jax_flash_jvp import interpret  # noqa: E402
-from jax_flash_jvp.kernels.launcher import pointers  # noqa: E402
+from jax_flash_jvp.kernels.launcher import Rows, pointers  # noqa: E402
 from jax_flash_jvp.problem import Problem  # noqa: E402
 from test_torch_oracle import check, leaves, naive  # noqa: E402
 from torch_bridge import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, operators, reference  # noqa: E402  # noqa: E402
@@ -273,7 +273,12 @@ ERRORS = {
     "numpy": (TypeError, "`key` must be a tensor: got ndarray", lambda: sdpa(X, X.numpy(), X)),
     "none": (TypeError, "`value` must be a tensor: got NoneType", lambda: sdpa(X, X, None)),
     "list": (TypeError, "`sinks` must be a tensor: got list", lambda: sdpa(X, X, X, sinks=[1.0])),
-    "complex-sinks": (TypeError, "`sinks` must be floating point", lambda: sdpa(X, X, X, sinks=torch.tensor([1j]))),
+    "float8-mask": (
+        TypeError,
+        "`attn_mask` must be boolean or one of float16",
+        lambda: sdpa(X, X, X, attn_mask=torch.zeros(X.shape[-2], X.shape[-2], dtype=torch.float8_e4m3fn)),
+    ),
+    "complex-sinks": (TypeError, "`sinks` must be one of float16", lambda: sdpa(X, X, X, sinks=torch.tensor([1j]))),
     "size-of-bias": (
         ValueError,
         r"numbers of queries and keys, \(3, 3\)",
@@ -394,7 +399,9 @@ class NumpyLauncher:
         return array.stride()
 
     def round_to_tf32(self, array):
-        return array
+        from torch_bridge.launch import TorchLauncher
+
+        return TorchLauncher.round_to_tf32(self, array)
 
     def summed(self, array, by_column, like):
         from torch_bridge.launch import TorchLauncher
@@ -458,6 +465,102 @@ def test_kernels_read_torch_layouts(layout):
             if a is not None:
                 assert a.shape == b.shape
                 np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+OVERLAPPING = {  # whose sums and products have other strides
+    "one-token-expanded": lambda: dense(2, 16, 1, seed=1).mT[:, None].expand(2, 4, 1, 16),
+    "batch-last-expanded": lambda: dense(7, 16, 1, seed=1).permute(2, 0, 1)[:, None].expand(1, 4, 7, 16),
+    "unfolded": lambda: dense(1, 1, 23, seed=1).unfold(-1, 16, 1),
+}
+
+
+@pytest.mark.parametrize("layout", OVERLAPPING)
+def test_kernels_round_overlapping_tensors_to_tf32(layout):
+    launch = pytest.importorskip("torch_bridge.launch")
+    k = OVERLAPPING[layout]()
+    x = dense(k.shape[0], k.shape[1], 5, 16, seed=2), k, k, None
+    case = reference.Case(Problem(0.25, precision="tf32"))
+    (o, lse), (exact, exact_lse) = (run(case, x) for run in (
+        lambda *args: launch.run(NumpyLauncher(), "forward", *args), lambda *args: reference.run("forward", *args)[:2]
+    ))  # fmt: skip
+    np.testing.assert_allclose(o, exact, rtol=0, atol=5e-3)
+    np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=5e-3)
+
+
+def test_kernels_take_tangents_of_other_dtypes():
+    launch = pytest.importorskip("torch_bridge.launch")
+    make = lambda seed, dtype: (*(dense(1, 2, 17, 16, seed=seed + i).to(dtype) for i in range(3)), None)
+    x, tx, case = make(0, torch.bfloat16), make(3, torch.float32), reference.Case(Problem(0.25))
+    o, lse, t_o, mu = launch.run(NumpyLauncher(), "forward_dual", case, x, tx)
+    cast = *(t.to(torch.bfloat16) for t in tx[:3]), None
+    assert t_o.equal(launch.run(NumpyLauncher(), "forward_dual", case, x, cast)[2])
+    groups = dict(tx=tx, cty=(o, None), y=(o, lse), ty=(t_o, mu), want=[True, True, True, False] * 2)
+    wide, narrow = (
+        launch.run(NumpyLauncher(), "backward_dual", case, x, cy=(t_o.to(dtype), None), **groups)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert all(a is b is None or a.equal(b) for a, b in zip(wide, narrow, strict=True))
+
+
+class Describing:
+    """A launcher as on an H200, which makes the descriptors and launches nothing."""
+
+    target, descriptors, multiprocessors = 90, True, 132
+
+    def __init__(self):
+        self.kernels = []
+
+    def strides(self, array):
+        return array.stride()
+
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        from torch_bridge.launch import _descriptor
+
+        self.kernels.append(kernel.fn.__module__)
+        for array in inputs:
+            if isinstance(array, Rows):
+                _descriptor(array)
+        return [torch.empty(o.shape, dtype=getattr(torch, o.dtype)) for o in outputs]
+
+
+COTANGENTS = {
+    "rows-of-200-bytes": (100, lambda: torch.zeros(1, 2, 1024, 100, dtype=torch.bfloat16)),
+    "one-head": (128, lambda: torch.zeros(1, 1024, 128, dtype=torch.bfloat16)[..., None].permute(0, 3, 1, 2)),
+    "whole": (128, lambda: torch.zeros(1, 2, 1024, 128, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("cotangent", COTANGENTS)
+def test_cotangents_that_no_descriptor_describes(cotangent):
+    """They go to the portable kernels, wherever the operands lie."""
+    launch = pytest.importorskip("torch_bridge.launch")
+    channels, make = COTANGENTS[cotangent]
+    d_o = make()
+    x = *(torch.zeros(*d_o.shape[:3], 128, dtype=torch.bfloat16)[..., :channels] for _ in range(3)), None
+    y = torch.zeros_like(d_o), torch.zeros(d_o.shape[:3])
+    launcher = Describing()
+    groups = dict(cy=(d_o, None), y=y, want=(True, True, True, False))
+    launch.run(launcher, "backward", reference.Case(Problem(0.1)), x, **groups)
+    assert any("hopper" in kernel for kernel in launcher.kernels) == (cotangent == "whole")
+
+
+SWITCHES = {
+    "fp32_precision": lambda exact: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee" if exact else "tf32"),
+    "allow_tf32": lambda exact: setattr(torch.backends.cuda.matmul, "allow_tf32", not exact),
+    "set_float32_matmul_precision": lambda exact: torch.set_float32_matmul_precision("highest" if exact else "high"),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_precision_follows_every_switch(switch):
+    q = torch.zeros(1, 1, 4, 8)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for exact in (False, True):
+            SWITCHES[switch](exact)
+            assert (operators.case_of(q, q, None, False, 1.0, "").problem.precision == "ieee") == exact
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 STRIDED_BIASES = {
@@ -617,6 +720,13 @@ def test_vmap_over_the_selection_alone():
     tangent = lambda e: torch.func.jvp(lambda q: sdpa(q, q, q, key_value_seq_lengths=e), (q,), (q,))[1]
     torch.testing.assert_close(torch.func.vmap(tangent)(ends), torch.stack([tangent(e) for e in ends]))
     torch.func.jacfwd(lambda q: sdpa(q, q, q, dropout_p=0.3), randomness="different")(q)
+
+
+def test_lengths_of_an_empty_batch():
+    x = torch.zeros(0, 2, 5, 4, requires_grad=True)
+    o = sdpa(x, x, x, key_value_seq_lengths=torch.zeros(0, dtype=torch.int32))
+    o.sum().backward()
+    assert o.shape == x.grad.shape == x.shape
 
 
 def test_vmap_of_an_empty_batch():

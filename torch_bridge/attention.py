@@ -11,9 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from jax_flash_jvp.problem import Operands, check_operands, dropout_rate_of, lower_right_of, soft_cap_of, window_of
+from jax_flash_jvp.problem import (
+    DTYPES,
+    Operands,
+    check_operands,
+    dropout_rate_of,
+    lower_right_of,
+    soft_cap_of,
+    window_of,
+)
 from torch_bridge import rules  # noqa: F401  (gives the operators their derivatives)
 from torch_bridge.operators import SELECTED, ops
+
+FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 
 
 def scaled_dot_product_attention(
@@ -80,7 +90,8 @@ def scaled_dot_product_attention(
     A call with tangents (torch.func.jvp, forward_ad) launches the kernel that computes the output and its tangent
     together.  What the kernels do not serve, and tensors that are not on an NVIDIA GPU, are computed in PyTorch, in
     memory linear in L and S; but a gradient through a JVP of a JVP keeps its scores, and autocast reaches into third
-    derivatives.  Float32 products on a GPU follow torch.set_float32_matmul_precision.
+    derivatives.  Float32 products on a GPU follow torch.backends.cuda.matmul.fp32_precision, and so
+    torch.set_float32_matmul_precision.
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
@@ -246,8 +257,8 @@ def _attend(
         check_operands(Operands(*described, None, None, *selection))
     if sinks is not None:
         _check_devices(query, (("sinks", sinks),))
-        if not sinks.is_floating_point():
-            raise TypeError(f"`sinks` must be floating point: got {sinks.dtype}; cast it")
+        if sinks.dtype not in FLOATS:
+            raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sinks.dtype}; cast it")
         if sinks.shape != q.shape[1:2]:
             raise ValueError(
                 f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
@@ -326,8 +337,8 @@ def _broadcast(x, enable_gqa: bool):
 
 def _four_dimensional(mask: Tensor, scores) -> Tensor:
     """[1|B, 1|N, 1|T, 1|S]: axes of length one stay, so that a bias is not spread over the batch."""
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"`attn_mask` must be boolean or floating point: got {mask.dtype}; cast it")
+    if mask.dtype not in (torch.bool, *FLOATS):
+        raise TypeError(f"`attn_mask` must be boolean or one of {', '.join(DTYPES)}: got {mask.dtype}; cast it")
     shape = (1,) * (len(scores) - mask.dim()) + tuple(mask.shape)
     if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
         raise ValueError(f"`attn_mask` must broadcast to {tuple(scores)}: got shape {tuple(mask.shape)}")

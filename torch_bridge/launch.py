@@ -36,7 +36,8 @@ class TorchLauncher:
 
     def round_to_tf32(self, array: torch.Tensor) -> torch.Tensor:
         scaled = array * (2**13 + 1)  # Veltkamp's splitting
-        return scaled - (scaled - array)
+        rounded = scaled - (scaled - array)  # whose strides PyTorch chooses, where those of the array overlap
+        return rounded if rounded.stride(-1) == 1 else rounded.contiguous()
 
     def summed(self, array: torch.Tensor, by_column: bool, like: torch.Tensor) -> torch.Tensor:
         array = array[:, :, None, :] if by_column else array[..., None]
@@ -122,9 +123,11 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
         name: a.contiguous() for name, a in case.selection._asdict().items() if name in SELECTED and a is not None
     }
     x = x._replace(**selected)
-    y, ty, cy, cty = (a and (_by_length(a[0]), a[1] if a[1] is None else a[1].contiguous()) for a in (y, ty, cy, cty))
+    y, ty, cy, cty = (
+        a and (_by_length(_as(a[0], x.value)), a[1] if a[1] is None else a[1].contiguous()) for a in (y, ty, cy, cty)
+    )
     through_descriptors = (*x[:3], *t_x[:3], cy[0], cty[0])
-    if any(a is not None and (a.data_ptr() % 16 or 0 in a.stride()) for a in through_descriptors):
+    if any(a is not None and not _describable(a) for a in through_descriptors):
         problem = dataclasses.replace(problem, implementation="portable")
     if name.startswith("forward"):
         y = jobs.forward(launcher, problem, x, t_x)
@@ -154,13 +157,23 @@ def _in_words(mask):
     return mask.clone() if mask.data_ptr() % 4 else mask
 
 
+def _describable(a):
+    """Whether a TMA descriptor can be had of [B, T, N, D]: it begins, and its rows and heads, at multiples of 16 bytes."""
+    return a.data_ptr() % 16 == 0 and all(s and s * a.element_size() % 16 == 0 for s in a.stride()[:-1])
+
+
+def _as(a, like):
+    """In the dtype of that array, which a tangent need not have."""
+    return None if a is None else a.to(like.dtype)
+
+
 def _by_length(a):
     return None if a is None else a.transpose(1, 2).contiguous()
 
 
 def _alike(a, t):
     """[B, T, N, D], strided but for the last axis; a tangent as its primal."""
-    by_length = a.transpose(1, 2)
+    by_length, t = a.transpose(1, 2), _as(t, a)
     if a.stride(-1) == 1 and (t is None or t.stride() == a.stride()):
         return by_length, None if t is None else t.transpose(1, 2)
     return by_length.contiguous(), _by_length(t)

@@ -86,7 +86,7 @@ def _problem(is_causal: bool, scale: float, options: str, exact: bool) -> tuple[
 def case_of(q: Tensor, k: Tensor, selection: Tensor | None, is_causal: bool, scale: float, options: str) -> Case:
     """A selection is int32 [B, 4 + T + S]: the lengths of queries and keys, a seed of two numbers, and the segments of queries
     and keys, of which `options` names those that count."""
-    exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    exact = q.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32"
     problem, names = _problem(is_causal, scale, options, exact)
     x = Operands(q, k, None)
     if selection is not None:
@@ -121,7 +121,8 @@ def compute(name: str, *args) -> tuple[Tensor, ...]:
         raise RuntimeError(LOST)
     launches[name] += 1
     device = args[0].device
-    if device.type == "cuda":
+    on_nvidia = device.type == "cuda" and torch.version.hip is None  # "cuda" is also what PyTorch calls AMD's
+    if on_nvidia:
         from torch_bridge import launch  # imports Triton
 
         results = launch.planned(name, args)
@@ -130,7 +131,7 @@ def compute(name: str, *args) -> tuple[Tensor, ...]:
     *tensors, static = split(name, args)
     case = case_of(*args[:2], *static[:4])
     groups = dict(zip(OPERATORS[name][0], tensors, strict=True), want=args[-1] if name.startswith("backward") else ())
-    if device.type == "cuda" and launch.served(groups["x"]):
+    if on_nvidia and launch.served(groups["x"]):
         results = launch.computed(name, args, groups, case)
         if results is not None:
             return results

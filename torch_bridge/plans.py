@@ -48,7 +48,7 @@ def look(name: str, args: Sequence[Any]) -> tuple:
             parts += (a.shape, a.stride(), a.dtype, address % 16, same)
         else:
             parts.append(tuple(a) if isinstance(a, list) else a)
-    return name, q.device.index, q.dtype == torch.float32 and torch.get_float32_matmul_precision(), *parts
+    return name, q.device.index, q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision, *parts
 
 
 def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -66,7 +66,7 @@ def _cut(case, i, a):
     if a is None or lengths is None or (i % 4 == 3 and not 8 <= i < 12):
         return a
     past = torch.arange(a.shape[2], device=a.device) >= lengths[:, None]
-    return a.masked_fill(past.view(past.shape[0], 1, -1, *[1] * (a.ndim - 3)), 0)
+    return a.masked_fill(past.view(past.shape[0], 1, past.shape[1], *[1] * (a.ndim - 3)), 0)
 
 
 def _sweep(f, case, inputs, has_rows, likes):

@@ -65,11 +65,19 @@ def parts(channels):
     return len(widths(channels))
 
 
+@triton.constexpr_function
+def far(stride, rows):
+    """Whether so many rows span more than 32 bits count; strides of results, which are contiguous, are not known and short."""
+    return isinstance(stride, int) and stride * rows >= 2**31
+
+
 @triton.jit
 def block_pointers(X, row, stride, o_r, D: tl.constexpr, PART: tl.constexpr):
     """Pointers to rows row + o_r of the matrix at X, whose rows lie `stride` elements apart, and their channels."""
     o_d = before(D, PART) + tl.arange(0, width(D, PART))
     start = (tl.full([], 0, tl.int64) + row) * stride  # can pass 2³¹
+    if far(stride, o_r.shape[0]):
+        o_r = o_r.to(tl.int64)
     return X + start + (o_r[:, None] * stride + o_d[None, :]), o_d
 
 
