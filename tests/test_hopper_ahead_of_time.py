@@ -51,7 +51,7 @@ def last_launch(job, head_dim, kind):
         "tangent": lambda: jobs.tangent(recorder, problem, x, statistic, x),
         "key_side": lambda: backward(both),
         "query_side": lambda: backward(QUERY),
-        "key_side_dual": lambda: dual(both if head_dim == 64 else KEYS, both if head_dim == 64 else KEYS),
+        "key_side_dual": lambda: dual(both if head_dim <= 64 else KEYS, both if head_dim <= 64 else KEYS),
         "value_side_dual": lambda: dual(VALUES, VALUES),
         "query_side_dual": lambda: dual(QUERY, QUERY),
         "key_side_tangent": lambda: dual(NOTHING, both),
@@ -82,10 +82,18 @@ def slow(job, head_dim, kind):
 
 @pytest.mark.parametrize(
     ("job", "head_dim", "kind"),
-    [pytest.param(*c, marks=[pytest.mark.slow] * slow(*c)) for c in itertools.product(JOBS, (64, 96, 128), SPILL)],
+    [
+        *(pytest.param(*c, marks=[pytest.mark.slow] * slow(*c)) for c in itertools.product(JOBS, (64, 96, 128), SPILL)),
+        *((job, 40, "whole") for job in ("forward_dual", "tangent")),
+        *(
+            pytest.param(job, 40, "whole", marks=pytest.mark.slow)
+            for job in JOBS
+            if job not in ("forward_dual", "tangent")
+        ),
+    ],
 )
 def test_compiles_without_serialised_products(job, head_dim, kind):
-    if (job, head_dim) == ("value_side_dual", 64):
+    if job == "value_side_dual" and head_dim <= 64:
         pytest.skip("one launch serves both sums there")
     kernel, signature, constants, options = last_launch(job, head_dim, kind)
     assert ("persistent" in constants["FEATURES"].split()) == (kind == "persistent")
@@ -101,6 +109,14 @@ def test_hopper_on_another_gpu():
     o = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match="'hopper' does not serve this GPU"):
         every.forward(recorder, Problem(scale=0.1, implementation="hopper"), Operands(o, o, o))
+
+
+@pytest.mark.parametrize("scale", [-1.0, 1e-39])
+def test_scales_for_the_portable_kernels(scale):
+    recorder = Recorder(90)
+    o = jax.ShapeDtypeStruct((1, 8192, 2, 64), jnp.bfloat16)
+    every.forward(recorder, Problem(scale=scale), Operands(o, o, o))
+    assert "portable" in recorder.launches[-1][0].fn.__module__
 
 
 @pytest.mark.parametrize(
