@@ -246,7 +246,9 @@ def consume_dual(
                 mbarrier.arrive(empty.index(k_slot), count=1)
                 if has(FEATURES, "persistent"):
                     mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
-                if HAS_TS:  # as `recentered` in `portable/scores.py`, by differences alone: 16 bits show no more
+                # as `recentered` in `portable/scores.py`, by differences alone: 16 bits show no more; what is added, as the
+                # compiler would negate all of o to subtract
+                if HAS_TS:
                     back = (b_c * b_pl - row_dot(b_p, b_ts) * scale) * per_l
                     b_c -= back
                     b_to = increased(b_to, back, b_o)
