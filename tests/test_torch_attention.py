@@ -254,7 +254,11 @@ ERRORS = {
     "axes": (ValueError, "at least", lambda: sdpa(A[0, 0, 0], A, A)),
     "mask-shape": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A, A, A, normal(3, 1, 1, 1))),
     "mask-axes": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A[0], A[0], A[0], normal(1, 1, 1, 1))),
-    "mask-dtype": (TypeError, "`attn_mask` must be boolean or floating", lambda: sdpa(A, A, A, torch.ones(5, 5).int())),
+    "mask-dtype": (
+        TypeError,
+        "`attn_mask` must be boolean or one of float16",
+        lambda: sdpa(A, A, A, torch.ones(5, 5).int()),
+    ),
     "dtypes": (TypeError, "`key` must have the dtype of `query`", lambda: sdpa(A, A.float(), A)),
     "dtype": (TypeError, "`query` must be one of", lambda: sdpa(A.int(), A, A)),
     "device": (ValueError, "`key` must be on the device", lambda: sdpa(A, A.to("meta"), A)),
