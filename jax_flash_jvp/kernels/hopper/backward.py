@@ -328,7 +328,7 @@ def consume_block(
                     b_s = warpgroup_mma_wait(parts(C) if USE_C else 0, deps=[b_s])
                     b_ts = zero
                     if USE_TB:
-                        b_s, b_ts = halves(b_s, T, s_l)
+                        b_s, b_ts = halves(b_s)
                     b_s = hide(b_s, seen, a_start, j * T, sight, T, ROW, MASKED, FEATURES, s_l)
                     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
                     if N_P > 0:
@@ -352,7 +352,7 @@ def consume_block(
                         b_dp = warpgroup_mma_wait(N_TS + N_P, deps=[b_dp])
                         b_tdp = zero
                         if WANT_TA and USE_TE:
-                            b_dp, b_tdp = halves(b_dp, T, s_l)
+                            b_dp, b_tdp = halves(b_dp)
                         b_dp -= delta
                         if N_DS > 0:
                             ds = gl.convert_layout((b_p * b_dp).to(dtype), p_l)

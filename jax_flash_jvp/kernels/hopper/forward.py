@@ -165,7 +165,7 @@ def scores(
     seen = looked_up(row, k_row, sight, BN, True, MASKED, FEATURES, s_l)
     b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
     if PAIRED:
-        b_s, b_ts = halves(b_s, BN, product_layout(BN))
+        b_s, b_ts = halves(b_s)
         b_ts *= scale * 0 + 1  # by one: sums that no instruction begins are serialised by the assembler
         if HAS_TQ:
             b_ts = score_product(tq, k, b_ts, True, C)

@@ -178,22 +178,22 @@ def zeroed(b_x, b_r):
 
 
 @gluon.jit
-def halves(b_x, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """The first T columns and the others, [GROUP_ROWS, T] each: which registers hold them, nothing moves."""
+def halves(b_x):
+    """The first half of the columns and the others: which registers hold them, nothing moves."""
+    T: gl.constexpr = b_x.shape[1] // 2
     b_0, b_1 = b_x.reshape([GROUP_ROWS, 2, T]).permute([0, 2, 1]).split()
-    return gl.convert_layout(b_0, LAYOUT), gl.convert_layout(b_1, LAYOUT)
+    return gl.convert_layout(b_0, product_layout(T)), gl.convert_layout(b_1, product_layout(T))
 
 
 @gluon.jit
 def row_dot(b_x, b_y):
     """rowsum(x∘y): a quarter of the columns after the other, as additions one by one would wait for each other."""
-    T: gl.constexpr = b_x.shape[1] // 4
-    x_01, x_23 = halves(b_x, 2 * T, product_layout(2 * T))
-    y_01, y_23 = halves(b_y, 2 * T, product_layout(2 * T))
-    x_0, x_1 = halves(x_01, T, product_layout(T))
-    y_0, y_1 = halves(y_01, T, product_layout(T))
-    x_2, x_3 = halves(x_23, T, product_layout(T))
-    y_2, y_3 = halves(y_23, T, product_layout(T))
+    x_01, x_23 = halves(b_x)
+    y_01, y_23 = halves(b_y)
+    x_0, x_1 = halves(x_01)
+    y_0, y_1 = halves(y_01)
+    x_2, x_3 = halves(x_23)
+    y_2, y_3 = halves(y_23)
     b_r = gl.sum(x_0 * y_0 + x_1 * y_1 + x_2 * y_2 + x_3 * y_3, 1)
     return gl.convert_layout(b_r, gl.SliceLayout(1, b_x.type.layout))
 
