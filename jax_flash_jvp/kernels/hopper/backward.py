@@ -37,6 +37,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     masks,
     matrix,
     own_block,
+    parts,
     product_layout,
     reach,
     scaled,
@@ -50,7 +51,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     visits,
     zeroed,
 )
-from jax_flash_jvp.kernels.portable.scores import has, parts
+from jax_flash_jvp.kernels.portable.scores import has
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     masks,
     matrix,
     own_block,
+    parts,
     product_layout,
     reach,
     rescaled,
@@ -48,7 +49,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     visits,
     zeroed,
 )
-from jax_flash_jvp.kernels.portable.scores import has, parts
+from jax_flash_jvp.kernels.portable.scores import has
 
 LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothing has been seen yet
 

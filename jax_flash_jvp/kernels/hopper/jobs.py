@@ -1,6 +1,5 @@
 """The jobs of attention as launches of the Hopper kernels: the same functions as in `portable/jobs.py`, for what they serve."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import triton
@@ -35,9 +34,7 @@ class Ring(NamedTuple):
 
 # measured on an H200 at L = 8192, 96 at 72; keys are the width and, for the backward, whether tangents of gradients are wanted
 FORWARD = {64: Ring(128, 6, True, 3), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
-FORWARD_DUAL = {  # up to 48 channels are 32 and 16, whose sums leave no registers for longer tiles; not measured
-    48: Ring(64, 16, False), 64: Ring(128, 8, False), 96: Ring(64, 8, False), 128: Ring(64, 8, True),
-}  # fmt: skip
+FORWARD_DUAL = {64: Ring(128, 8, False), 96: Ring(64, 8, False), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
@@ -103,8 +100,8 @@ def faster(job: str, problem: Problem, x: Operands) -> bool:
     return min(queries, keys, window) >= FROM[width][job]
 
 
-def _width(head_dim: int, widths: Iterable[int] = WIDTHS) -> int:
-    return next(width for width in widths if width >= head_dim)
+def _width(head_dim: int) -> int:
+    return next(width for width in WIDTHS if width >= head_dim)
 
 
 class _Call:
@@ -179,7 +176,7 @@ def tangent(launcher: Launcher, problem: Problem, x: Operands, log_sum_exp, tx: 
 
 def _forward(call: _Call, tx: Operands, saved=None):
     x, dual, linear = call.x, any(t is not None for t in tx[:3]), saved is not None
-    ring = call.ring(FORWARD_DUAL[_width(call.head_dim, FORWARD_DUAL)] if dual else FORWARD[call.width])
+    ring = call.ring(FORWARD_DUAL[call.width] if dual else FORWARD[call.width])
     y, nothing = (call.output, call.statistic), (None, None)
     rows = [
         Rows(a if t is None else t, n, call.columns)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jax_flash_jvp.kernels.portable.scores import before, has, parts, width
+from jax_flash_jvp.kernels.portable.scores import has, widths
 
 # renamed between Triton 3.6 and 3.9
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -62,6 +62,27 @@ def tiles(desc, N: gl.constexpr, BLOCKS: gl.constexpr = 1):
 def matrix(buffer, i, ROWS: gl.constexpr, D: gl.constexpr):
     """Tile i as a matrix [ROWS, D]."""
     return buffer.index(i).reshape([ROWS, D])
+
+
+@triton.constexpr_function
+def blocks(channels):
+    """As `widths`, but one block where that has 32 and 16, of which the sums leave no registers for long tiles."""
+    return (64,) if 32 < channels <= 48 else widths(channels)
+
+
+@triton.constexpr_function
+def width(channels, part):
+    return blocks(channels)[part]
+
+
+@triton.constexpr_function
+def before(channels, part):
+    return sum(blocks(channels)[:part])
+
+
+@triton.constexpr_function
+def parts(channels):
+    return len(blocks(channels))
 
 
 @triton.constexpr_function
