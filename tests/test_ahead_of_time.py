@@ -129,6 +129,30 @@ def test_tile(job, head_dim, kind, capability, plain):
     check(job, head_dim, kind, capability, plain=plain)
 
 
+def test_one_compilation_for_all_lengths(monkeypatch):
+    """Also of arrays with the heads' axis first, of which the strides of heads grow with the length."""
+
+    def heads_first(recorder, array):
+        _, length, heads, head_dim = array.shape
+        return heads * length * head_dim, head_dim, length * head_dim, 1
+
+    def constants(length):
+        recorder = Recorder(80)
+        o, statistic = (
+            jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16),
+            jax.ShapeDtypeStruct((2, 4, length), "float32"),
+        )
+        x = Operands(o, o, o)
+        problem = Problem(scale=0.125, is_causal=True)
+        jobs.forward(recorder, problem, x, x)
+        along, wanted = (x, (o, statistic), (o, None)), (True, True, True, False)
+        jobs.backward_dual(recorder, problem, x, (o, statistic), (o, None), along, wanted, wanted)
+        return [constants for *_, constants, _ in recorder.launches]
+
+    monkeypatch.setattr(Recorder, "strides", heads_first)
+    assert constants(1024) == constants(1536)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
 @pytest.mark.parametrize("job", ["key_side_dual", "query_side_dual"])
 def test_tangents_alone(job, head_dim):
@@ -220,7 +244,9 @@ def test_launches_of_jax(transformation, head_dim):
         blocks = -(-KEYS // t.block_n) * HEADS // GROUP if kernel == "key_side" else -(-LENGTH // t.block_m) * HEADS
         assert (launch.grid, launch.num_warps) == ((2 * blocks, 1, 1), t.num_warps)
         assert len(arrays) == {"forward": 20, "key_side": 25, "query_side": 23}[kernel]
-        strides = [length * heads * head_dim // 16 for length, heads in ((LENGTH, HEADS), (KEYS, HEADS // GROUP))]
-        integers = [HEADS, GROUP, LENGTH, KEYS, *strides, strides[1]]  # batch strides come in units of 16 elements
+        of_heads = head_dim // 16  # strides of heads and of the batch come in units of 16 elements
+        of_batch = [length * heads * of_heads for length, heads in ((LENGTH, HEADS), (KEYS, HEADS // GROUP))]
+        strides = [stride for batch in (*of_batch, of_batch[1]) for stride in (batch, of_heads)]
+        integers = [HEADS, GROUP, LENGTH, KEYS, *strides]
         unused = [(0, "i32"), (0, "i32"), (0, "fp32"), (0, "fp32")]  # of windows, a cap and dropout
         assert scalars == [(pytest.approx(head_dim**-0.5), "fp32"), *[(n, "i32") for n in integers], *unused]

@@ -93,10 +93,10 @@ def statistics(
 def key_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
-    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     D_K, D_V, TD_K, TD_V,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
-    s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    s_q: tl.constexpr, s_k: tl.constexpr, s_v: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr,
@@ -112,8 +112,8 @@ def key_side(
     HK = HQ // GROUP
     i_b = i_bh // HK
     i_h = i_bh % HK
-    k_offset = i_b * s_kb * UNIT + i_h * s_kh
-    v_offset = i_b * s_vb * UNIT + i_h * s_vh
+    k_offset = (i_b * s_kb + i_h * s_kh) * UNIT_K
+    v_offset = (i_b * s_vb + i_h * s_vh) * UNIT_V
     s_o = HQ * DV
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
 
@@ -137,7 +137,7 @@ def key_side(
     for i_g in range(GROUP):
         i_hq = i_h * GROUP + i_g
         i_q = i_b * HQ + i_hq
-        q_offset = i_b * s_qb * UNIT + i_hq * s_qh
+        q_offset = (i_b * s_qb + i_hq * s_qh) * UNIT_Q
         o_offset = (i_b * LQ * HQ + i_hq) * DV
         bias, t_bias, sight, head_seeds = selected(
             BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
@@ -219,10 +219,10 @@ def key_side(
 def query_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
-    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     D_Q, TD_Q,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
-    s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    s_q: tl.constexpr, s_k: tl.constexpr, s_v: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, PRECISION: tl.constexpr,
@@ -232,9 +232,9 @@ def query_side(
     i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
-    q_offset = i_b * s_qb * UNIT + i_h * s_qh
-    k_offset = i_b * s_kb * UNIT + i_h // GROUP * s_kh
-    v_offset = i_b * s_vb * UNIT + i_h // GROUP * s_vh
+    q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
+    k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
+    v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
     s_o = HQ * DV
     o_offset = (i_b * LQ * HQ + i_h) * DV
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)

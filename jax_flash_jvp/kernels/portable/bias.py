@@ -25,11 +25,11 @@ from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, v
 def score_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED,
-    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     n_b, n_h,
     D_BIAS, TD_BIAS,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
-    s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    s_q: tl.constexpr, s_k: tl.constexpr, s_v: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     FEATURES: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, WANT: tl.constexpr, WANT_T: tl.constexpr, PRECISION: tl.constexpr,
@@ -72,9 +72,9 @@ def score_side(
             i_m = i
         else:
             i_n = i
-        q_offset = i_b * s_qb * UNIT + i_h * s_qh
-        k_offset = i_b * s_kb * UNIT + i_h // GROUP * s_kh
-        v_offset = i_b * s_vb * UNIT + i_h // GROUP * s_vh
+        q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
+        k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
+        v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
         o_offset = (i_b * LQ * HQ + i_h) * DV
         query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
         bias, t_bias, sight, head_seeds = selected(

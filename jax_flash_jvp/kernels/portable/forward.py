@@ -50,10 +50,10 @@ HIDES_ROW = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias i
 @triton.jit
 def forward(
     Q, K, V, TQ, TK, TV, SAVED, BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
-    scale, HQ, GROUP, LQ, LK, s_qb, s_kb, s_vb, left, right, cap, rate,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     O, LSE, TO, MU,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
-    s_q: tl.constexpr, s_qh: tl.constexpr, s_k: tl.constexpr, s_kh: tl.constexpr, s_v: tl.constexpr, s_vh: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    s_q: tl.constexpr, s_k: tl.constexpr, s_v: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr, NEGATIVE: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
     LINEAR: tl.constexpr, PRECISION: tl.constexpr,
@@ -64,9 +64,9 @@ def forward(
     i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
-    q_offset = i_b * s_qb * UNIT + i_h * s_qh
-    k_offset = i_b * s_kb * UNIT + i_h // GROUP * s_kh
-    v_offset = i_b * s_vb * UNIT + i_h // GROUP * s_vh
+    q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
+    k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
+    v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, t_bias, sight, head_seeds = selected(
         BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,

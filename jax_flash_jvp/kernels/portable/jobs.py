@@ -63,24 +63,25 @@ class _Call:
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         _, self.key_length, self.key_heads, self.value_dim = x.value.shape
         strides = [self._batch_sequence_head(a) for a in x[:3]]
-        unit = math.gcd(STRIDE_UNIT, *(batch for batch, *_ in strides))
+        units = [math.gcd(STRIDE_UNIT, batch, head) for batch, _, head in strides]
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
         self.lengths = (self.query_heads, group, self.query_length, self.key_length)
         self.reach = (left or 0, right or 0)
         self.scalars = (
-            float(problem.scale), *self.lengths, *(batch // unit for batch, *_ in strides), *self.reach,
-            float(problem.soft_cap or 0), float(problem.dropout_rate),
+            float(problem.scale), *self.lengths,
+            *(stride // unit for (batch, _, head), unit in zip(strides, units, strict=True) for stride in (batch, head)),
+            *self.reach, float(problem.soft_cap or 0), float(problem.dropout_rate),
         )  # fmt: skip
         self.features = features(problem, x)
         self.selection = (x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
-            self.value_constants, D=self.head_dim, UNIT=unit, FEATURES=self.features,
+            self.value_constants, D=self.head_dim, FEATURES=self.features,
             PRECISION=product(self.dtype, problem.precision, self.widest),
         )  # fmt: skip
-        for name, (_, sequence, head) in zip("qkv", strides, strict=True):
-            self.constants.update({f"s_{name}": sequence, f"s_{name}h": head})
+        for name, (_, sequence, _), unit in zip("qkv", strides, units, strict=True):
+            self.constants.update({f"s_{name}": sequence, f"UNIT_{name.upper()}": unit})
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
         self.output = Output((self.batch, self.query_length, self.query_heads, self.value_dim), self.dtype)
         self.query_gradient = Output(tuple(x.query.shape), self.dtype)

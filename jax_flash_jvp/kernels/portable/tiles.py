@@ -16,7 +16,7 @@ class Tile(NamedTuple):
     block_n: int  # keys
     num_warps: int
     num_stages: int
-    spill: int = 64  # bytes that a thread may store, with Triton 3.9: some registers come and go with any constant
+    spill: int = 80  # bytes that a thread may store, with Triton 3.9: some registers come and go with any constant
     registers: int | None = None  # of a thread, at most; 255 where the assembler would take 32 and spill the rest
 
 
