@@ -90,7 +90,9 @@ def test_every_job(shape, causal, late):
     check(problem(shape[-1], causal), *operands(shape), launcher=gluon_on_numpy.Launcher(late=late))
 
 
-@pytest.mark.parametrize("shape", [(1, 150, 130, 2, 1, 72), (2, 90, 140, 1, 1, 40)], ids=["D72", "D40"])
+@pytest.mark.parametrize(
+    "shape", [(1, 150, 130, 2, 1, 72), (2, 90, 140, 1, 1, 40), (1, 70, 150, 2, 1, 24)], ids=["D72", "D40", "D24"]
+)
 def test_channels_fewer_than_those_of_a_tile(shape):
     check(problem(shape[-1], True), *operands(shape))
 

@@ -1,5 +1,6 @@
 """The jobs of attention as launches of the Hopper kernels: the same functions as in `portable/jobs.py`, for what they serve."""
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -14,7 +15,7 @@ from jax_flash_jvp.kernels.portable.tiles import Tile
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 GROUP = GROUP_ROWS.value
-WIDTHS = (64, 96, 128)  # up to so many channels; tiles have 64 or 128
+WIDTHS = (32, 64, 96, 128)  # up to so many channels; tiles have 32, 64 or 128
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
 PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
@@ -33,11 +34,12 @@ class Ring(NamedTuple):
 
 
 # measured on an H200 at L = 8192, 96 at 72; keys are the width and, for the backward, whether tangents of gradients are wanted
-FORWARD = {64: Ring(128, 6, True, 3), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
-FORWARD_DUAL = {64: Ring(128, 8, False), 96: Ring(64, 8, False), 128: Ring(64, 8, True)}
+FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
+FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, False), 96: Ring(64, 8, False), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
+    (32, "plain"): Ring(64, 8, True, 3), (32, "dual"): Ring(32, 16, False, 3), (32, "tangent"): Ring(64, 16, False),
     (64, "plain"): Ring(64, 8, True, 3), (96, "plain"): Ring(64, 6, True), (128, "plain"): Ring(64, 6, True),
     (64, "dual"): Ring(32, 16, False),
     (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
@@ -49,13 +51,15 @@ WITH_MASK = {
 VALUES_DUAL = {96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, False)}
 QUERY_SIDE = {
+    (32, "plain"): Ring(64, 12, True, 3), (32, "dual"): Ring(64, 16, False), (32, "tangent"): Ring(64, 16, False),
     (64, "plain"): Ring(64, 12, True, 3), (96, "plain"): Ring(64, 8, True, 3), (128, "plain"): Ring(128, 4, True),
     (64, "dual"): Ring(64, 12, False), (96, "dual"): Ring(32, 12, False), (128, "dual"): Ring(32, 8, True),
     (64, "tangent"): Ring(64, 10, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(64, 6, False),
 }  # fmt: skip
 
 # the shortest loops over a sequence or a window, by width and job, for which these kernels are faster
-FROM = {
+FROM: dict[int, dict[str, float]] = {
+    32: dict(forward=2048, forward_dual=512, backward=math.inf, backward_dual=512),
     64: dict(forward=2048, forward_dual=128, backward=8192, backward_dual=512),
     96: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
     128: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
@@ -87,13 +91,11 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
 
 
 def faster(job: str, problem: Problem, x: Operands) -> bool:
-    """Than the portable kernels, which do not pad what is narrower than a tile?  As measured on an H200."""
+    """Than the portable kernels?  As measured on an H200."""
     (queries, _, head_dim), keys = x.query.shape[1:], x.key.shape[1]
-    if head_dim <= WIDTHS[0] // 2:
-        return False
     width = _width(head_dim)
     listed = x.mask is not None or x.query_segments is not None
-    if listed and width == 64 and job in ("forward", "backward"):
+    if listed and width <= 64 and job in ("forward", "backward"):
         return False
     left, right = problem.reach(queries, keys)
     window = keys if left is None or right is None else left + right + 1
@@ -112,7 +114,7 @@ class _Call:
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
         self.width = _width(self.head_dim)
-        self.columns = 64 if self.width == 64 else 128  # of a tile
+        self.columns = triton.next_power_of_2(self.width)  # of a tile
         self.dtype = dtype_of(x.query)
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)

@@ -66,7 +66,7 @@ def matrix(buffer, i, ROWS: gl.constexpr, D: gl.constexpr):
 
 @triton.constexpr_function
 def blocks(channels):
-    """As `widths`, but one block where that has 32 and 16, of which the sums leave no registers for long tiles."""
+    """As `widths`, but one where that has 32 and 16, whose sums leave no registers for long tiles in newer Tritons."""
     return (64,) if 32 < channels <= 48 else widths(channels)
 
 
