@@ -323,7 +323,7 @@ def microseconds(f, times=300):
 
 
 def test_overhead_of_a_call(capsys, kernels_alone):
-    """A JVP aims at 80 µs.  Asserted loosely: it depends on the host."""
+    """A JVP aims at 80 µs.  Asserted loosely: it depends on the host, and on what else that does."""
     q, k, v = (normal(1, 2, 64, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
     dual = torch.autograd.forward_ad
     with dual.dual_level(), torch.no_grad():
@@ -336,4 +336,4 @@ def test_overhead_of_a_call(capsys, kernels_alone):
     with capsys.disabled():
         print(f"\nhost time of a call, µs: JVP in a dual level {in_level:.0f}, torch.func.jvp {by_jvp:.0f}")
         print(f"(of two additions {torch_jvp:.0f}), without tangents {plain:.0f}, torch's SDPA {theirs:.0f}")
-    assert in_level < 160
+    assert in_level < max(160, 2 * torch_jvp)
