@@ -248,6 +248,9 @@ class Interpreter(_Contiguous):
         return jax.pure_callback(host, tuple(_shapes(outputs)), *present)
 
 
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
 class JaxTriton(_Contiguous):
     """The kernels on an NVIDIA GPU, as custom calls."""
 
@@ -262,7 +265,8 @@ class JaxTriton(_Contiguous):
         arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]
         options: dict[str, Any] = dict(kernel=kernel, grid=(grid,), num_warps=num_warps, num_stages=num_stages)
         if self.descriptors:
-            arguments += scalars
+            # what is subnormal in float32 would become fp64
+            arguments += [0.0 if isinstance(s, float) and abs(s) < _SMALLEST_NORMAL else s for s in scalars]
             backend = (
                 dict(enable_fp_fusion=True) if registers is None else dict(enable_fp_fusion=True, maxnreg=registers)
             )

@@ -104,8 +104,10 @@ def lower_right_of(alignment: Any) -> bool:
 
 
 def soft_cap_of(value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"`logits_soft_cap` must be positive: got {value}; leave it None for no cap")
+    if value is not None and not 2**-126 <= value < math.inf:  # a divisor of float32
+        raise ValueError(
+            f"`logits_soft_cap` must be positive and at least 2^-126: got {value}; leave it None for no cap"
+        )
     return value if value is None else float(value)
 
 

@@ -206,6 +206,14 @@ def tangent_loss(*arrays):
     return jax.jvp(attend, arrays[:3], arrays[3:])[1].astype(jnp.float32).sum()
 
 
+@pytest.mark.parametrize("scale", [1e-39, -1e-45])
+def test_launches_of_jax_with_a_tiny_scale(scale):
+    """Which float32 holds only as a subnormal number."""
+    o = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    (launch,) = launches_of(lambda *x: dot_product_attention(*x, scale=scale, implementation="triton"), o, o, o)
+    assert launch.parameters[[p[0] for p in launch.parameters].index("scalar")][2] == "fp32"
+
+
 LENGTH, KEYS, HEADS, GROUP = 200, 104, 4, 2
 BACKWARD = ["statistics", "key_side", "query_side"]
 BACKWARD_DUAL = ["statistics", "key_side_dual", "query_side_dual"]

@@ -491,6 +491,58 @@ def test_kernels_round_overlapping_tensors_to_tf32(layout):
     np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=5e-3)
 
 
+def test_kernels_round_what_is_huge_to_tf32():
+    launch = pytest.importorskip("torch_bridge.launch")
+    q, k, v = (dense(1, 2, 17, 16, seed=i) for i in range(3))
+    v[0, 0, :3, 0] = torch.tensor([1e35, -3e38, torch.inf])
+    o = launch.run(NumpyLauncher(), "forward", reference.Case(Problem(0.25, precision="tf32")), (q, k, v, None))[0]
+    assert o[0, 0, :, 0].isinf().all()
+    assert o[0, 0, :, 1:].isfinite().all()
+    assert o[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_kernels_pass_every_nan_on(precision, biased):
+    """Of a query and of a cotangent, with the bits that GPUs give it."""
+    launch = pytest.importorskip("torch_bridge.launch")
+    q, k, v, tv, d_o = (dense(1, 1, 33, 16, seed=i) for i in range(5))
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    bias = torch.zeros(1, 1, 1, 33) if biased else None
+    case = reference.Case(Problem(0.25, precision=precision))
+
+    class Launcher(NumpyLauncher):
+        def round_to_tf32(self, array):  # torch on CPUs changes the bits
+            return array
+
+    def run(name, x, **groups):
+        return launch.run(Launcher(), name, case, x, **groups)
+
+    def backward(x, y, cotangent):
+        return run("backward", x, y=y, cy=(cotangent, None), want=[True, True, True, False])
+
+    y = run("forward", (q, k, v, bias))
+    some = d_o.clone()
+    some[0, 0, 5] = nan
+    dq, dk, dv, _ = backward((q, k, v, bias), y, some)
+    assert dq[0, 0, 5].isnan().all()
+    assert dk.isnan().all()
+    assert dv.isnan().all()
+
+    q[0, 0, 5] = nan
+    x = q, k, v, bias
+    o, lse, t_o, _ = run("forward_dual", x, tx=(None, None, tv, None))
+    linear, _ = run("tangent", x, tx=(None, None, tv, None), y=(o, lse))
+    others = torch.arange(33) != 5
+    for result in (o, lse, t_o, linear):
+        assert result[0, 0, 5].isnan().all()
+        assert result[0, 0, others].isfinite().all()
+    dq, dk, dv, _ = backward(x, (o, lse), d_o)
+    assert dq[0, 0, 5].isnan().all()
+    assert dk.isnan().all()
+    assert dv.isnan().all()
+
+
 def test_kernels_take_tangents_of_other_dtypes():
     launch = pytest.importorskip("torch_bridge.launch")
     make = lambda seed, dtype: (*(dense(1, 2, 17, 16, seed=seed + i).to(dtype) for i in range(3)), None)

@@ -36,7 +36,8 @@ class TorchLauncher:
 
     def round_to_tf32(self, array: torch.Tensor) -> torch.Tensor:
         scaled = array * (2**13 + 1)  # Veltkamp's splitting
-        rounded = scaled - (scaled - array)  # whose strides PyTorch chooses, where those of the array overlap
+        rounded = torch.where(scaled.isfinite(), scaled - (scaled - array), array)
+        # its strides are PyTorch's choice, where those of the array overlap
         return rounded if rounded.stride(-1) == 1 else rounded.contiguous()
 
     def summed(self, array: torch.Tensor, by_column: bool, like: torch.Tensor) -> torch.Tensor:

@@ -160,8 +160,9 @@ def forward(
     s_o = HQ * DV
     o_offset = (i_b * LQ * HQ + i_h) * DV
     if not LINEAR:
-        if has(FEATURES, "bias"):  # may hide a whole row; in others the probabilities of what it hides are zero anyhow
-            b_l = tl.where(b_m <= HIDES_ROW * LOG2E, 0.0, b_l)
+        # a bias may hide a whole row, unless it is NaN; in others the probabilities of what it hides are zero anyhow
+        if has(FEATURES, "bias"):
+            b_l = tl.where((b_m <= HIDES_ROW * LOG2E) & (b_l == b_l), 0.0, b_l)
         lse = (b_m + tl.math.log2(b_l)) * LN2
         per_l = tl.where(b_l == 0.0, 0.0, 1.0 / b_l)[:, None]  # a row that sees nothing: zeros, ℓ = −∞
         store_rows(O + o_offset, i_m * BM, s_o, o_r, LQ, DV, scaled(b_o, per_l))
