@@ -182,7 +182,7 @@ def _number(name: str, value: Any, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, jax.core.Tracer):
-        remedy = "multiply `query` by it, and pass scale=1" if name == "scale" else "make it a static argument"
+        remedy = "compute it by numpy, or multiply `query` by it" if name == "scale" else "make it a static argument"
         raise TypeError(f"`{name}` must be a number known when the call is traced; {remedy}")
     try:
         value = float(value)
@@ -210,11 +210,12 @@ def _seed(key: Any, batch: int) -> jax.Array:
     try:
         return jax.lax.bitcast_convert_type(jax.random.bits(key, (batch, 2), "uint32"), jnp.int32)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"`dropout_key` must be a key of jax.random: got {type(key).__name__}") from error
+        got = f"{type(key).__name__} of shape {np.shape(key)}"
+        raise TypeError(f"`dropout_key` must be one key of jax.random: got {got}") from error
 
 
 def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
+    if isinstance(value, jax.core.Tracer) or np.ndim(value) or np.asarray(value).dtype != bool:
         raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
     return bool(value)
 

@@ -234,6 +234,7 @@ def test_kvpacked_with_grouped_heads():
 # ------------------------------------------------------------------------------------------------ errors
 
 A, B = normal(2, 4, 5, 8), normal(2, 2, 5, 8)
+Sharded = type("Sharded", (torch.Tensor,), dict(placements=()))  # as a DTensor
 X = normal(1, 1, 3, 4)
 ERRORS = {
     "dropout": (ValueError, "`dropout_p` must be at least 0 and below 1", lambda: sdpa(A, A, A, dropout_p=1.0)),
@@ -241,6 +242,7 @@ ERRORS = {
     "window": (ValueError, "`local_window_size` must not be", lambda: sdpa(A, A, A, local_window_size=(-1, 0))),
     "window-type": (TypeError, "an integer or a pair of", lambda: sdpa(A, A, A, local_window_size=1.5)),
     "soft-cap": (ValueError, "`logits_soft_cap` must be positive", lambda: sdpa(A, A, A, logits_soft_cap=0.0)),
+    "sharded": (ValueError, "`key` must not be a DTensor", lambda: sdpa(A, A.as_subclass(Sharded), A)),
     "sinks": (ValueError, "`sinks` must have shape", lambda: sdpa(A, A, A, sinks=torch.zeros(7))),
     "lengths": (TypeError, "`query_seq_lengths` must be int32", lambda: sdpa(A, A, A, query_seq_lengths=torch.ones(2))),
     "mask-and-causal": (ValueError, "must not be given together", lambda: sdpa(A, A, A, A[..., :5], is_causal=True)),
@@ -353,12 +355,13 @@ def test_patch_reaches_models_and_names():
     assert F.scaled_dot_product_attention is original
     module = types.ModuleType("a_model")
     module.scaled_dot_product_attention = original  # from torch.nn.functional import scaled_dot_product_attention
+    module.attend = original  # … as attend
     sys.modules["a_model"] = module
     with torch_bridge.patch():
         with torch_bridge.patch():
-            assert module.scaled_dot_product_attention is sdpa
+            assert module.scaled_dot_product_attention is module.attend is sdpa
         assert module.scaled_dot_product_attention is F.scaled_dot_product_attention is sdpa
-    assert sys.modules.pop("a_model").scaled_dot_product_attention is original
+    assert sys.modules.pop("a_model").scaled_dot_product_attention is module.attend is original
     with pytest.raises(KeyError), torch_bridge.patch():
         raise KeyError
     assert F.scaled_dot_product_attention is original
@@ -808,6 +811,32 @@ def test_symbolic_shapes_outside_dynamo():
     trace = make_fx(lambda *x: sdpa(*x), tracing_mode="symbolic")
     q = normal(2, 2, 3, 4)
     torch.testing.assert_close(trace(q, q, q)(q, q, q), sdpa(q, q, q))
+
+
+def test_changes_in_place():
+    """Of a result; autograd objects where it needs what was there, and only then."""
+    q = normal(2, 3, 5, 4)
+    x = q.clone().requires_grad_()
+    o = sdpa(x, x, x)
+    o += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+    def changed(q):
+        o = sdpa(q, q, q)
+        o.mul_(2)[0] = 0
+        return o
+
+    (o, t_o), (p, t_p) = jvp(changed, (q,), (q,)), jvp(lambda q: sdpa(q, q, q), (q,), (q,))
+    for a, b in ((o, p), (t_o, t_p)):
+        assert not a[0].any()
+        torch.testing.assert_close(a[1], 2 * b[1])
+    launch = pytest.importorskip("torch_bridge.launch")
+    make = lambda seed: (*(dense(1, 2, 17, 16, seed=seed + i) for i in range(3)), None)
+    x, tx, case = make(0), make(3), reference.Case(Problem(0.25))
+    o, lse, t_o, mu = launch.run(NumpyLauncher(), "forward_dual", case, x, tx)
+    gradients = launch.run(NumpyLauncher(), "backward", case, x, y=(o, lse), cy=(t_o, None), want=[True] * 3 + [False])
+    assert not any(a._is_view() for a in (o, lse, t_o, mu, *gradients[:3]))
 
 
 def test_patches_that_overlap():

@@ -157,16 +157,17 @@ class _Patch:
 @contextlib.contextmanager
 def patch() -> Iterator[None]:
     """While open, this package's function is `scaled_dot_product_attention` in :mod:`torch.nn.functional`, and in every
-    loaded module that imported it from there, for all threads; where several overlap, until the last is closed.  Modules
-    that import the function while it is open keep this package's.  Open it before a compiled model is first called."""
-    name = scaled_dot_product_attention.__name__
+    loaded module that imported it from there, under whatever name, for all threads; where several overlap, until the last
+    is closed.  Not in classes, closures and defaults of arguments that hold it.  Modules that import the function while it
+    is open keep this package's.  Open it before a compiled model is first called."""
     with _Patch.lock:
         if not _Patch.count:
-            _Patch.original, _Patch.places = getattr(torch.nn.functional, name), []
+            _Patch.original, _Patch.places = torch.nn.functional.scaled_dot_product_attention, []
         loaded = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
-        _Patch.places += (places := [namespace for namespace in loaded if namespace.get(name) is _Patch.original])
-        for namespace in places:
-            namespace[name] = scaled_dot_product_attention
+        places = [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]
+        _Patch.places += places
+        for names, name in places:
+            names[name] = scaled_dot_product_attention
         _Patch.count += 1
     try:
         yield
@@ -174,8 +175,8 @@ def patch() -> Iterator[None]:
         with _Patch.lock:
             _Patch.count -= 1
             if not _Patch.count:
-                for namespace in _Patch.places:
-                    namespace[name] = _Patch.original
+                for names, name in _Patch.places:
+                    names[name] = _Patch.original
                 _Patch.places = []
 
 
@@ -293,6 +294,8 @@ def _check_devices(query: Tensor, named) -> None:
             raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
         if a.is_nested:
             raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
+        if type(a) is not Tensor and hasattr(a, "placements"):
+            raise ValueError(f"`{name}` must not be a DTensor: wrap the call in torch.distributed's `local_map`")
         if a.layout != torch.strided:
             raise ValueError(f"`{name}` must not be sparse: got {a.layout}; pass its `to_dense()`")
 

@@ -132,16 +132,16 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
         problem = dataclasses.replace(problem, implementation="portable")
     if name.startswith("forward"):
         y = jobs.forward(launcher, problem, x, t_x)
-        return [a if i % 2 else a.transpose(1, 2) for i, a in enumerate(y) if a is not None]
+        return [a if i % 2 else _by_head(a) for i, a in enumerate(y) if a is not None]
     if name == "tangent":
         t_o, mu = jobs.tangent(launcher, problem, x, y[1], t_x)
-        return t_o.transpose(1, 2), mu
+        return _by_head(t_o), mu
     if name == "backward":
         gradients = jobs.backward(launcher, problem, x, y, cy, want)[:4]
     else:  # the tangent of the backward for the cotangents cty, whose tangents are cy
         dtx, dx = jobs.backward_dual(launcher, problem, x, y, cty, (t_x, ty, cy), want[4:], want[:4])
         gradients = (*dx[:4], *dtx[:4])
-    return [a if a is None or i % 4 == 3 else a.transpose(1, 2) for i, a in enumerate(gradients)]
+    return [a if a is None or i % 4 == 3 else _by_head(a) for i, a in enumerate(gradients)]
 
 
 def _unexpanded(mask, t_mask):
@@ -166,6 +166,12 @@ def _describable(a):
 def _as(a, like):
     """In the dtype of that array, which a tangent need not have."""
     return None if a is None else a.to(like.dtype)
+
+
+def _by_head(a):
+    """[B, N, T, D] of a result, where it is: not as a view, which autograd lets nobody change."""
+    view = a.transpose(1, 2)
+    return a.new_empty(0).set_(a.untyped_storage(), 0, view.shape, view.stride())
 
 
 def _by_length(a):

@@ -101,9 +101,9 @@ def case_of(q: Tensor, k: Tensor, selection: Tensor | None, is_causal: bool, sca
 
 
 def _by_length(like: Tensor, shape) -> Tensor:
-    """Uninitialised, in the memory order [B, T, N, D]: as the kernels write it."""
-    batch, heads, length, channels = shape
-    return like.new_empty((batch, length, heads, channels)).transpose(1, 2)
+    """Uninitialised, in the memory order [B, T, N, D]: as the kernels write it.  No view, which autograd lets nobody change."""
+    _, heads, length, channels = shape
+    return like.new_empty_strided(shape, (length * heads * channels, channels, heads * channels, 1))
 
 
 def _allocate(name: str, q, k, v, mask, *rest) -> tuple[Tensor, ...]:
