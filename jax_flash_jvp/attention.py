@@ -182,7 +182,9 @@ def _number(name: str, value: Any, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, jax.core.Tracer):
-        remedy = "compute it by numpy, or multiply `query` by it" if name == "scale" else "make it a static argument"
+        remedy = "make it a static argument"
+        if name == "scale":
+            remedy = "compute it by numpy, or multiply `query` by it, and pass scale=1"
         raise TypeError(f"`{name}` must be a number known when the call is traced; {remedy}")
     try:
         value = float(value)

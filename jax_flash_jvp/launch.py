@@ -20,7 +20,7 @@ from jax_flash_jvp import interpret, reference
 from jax_flash_jvp.kernel_primitive import leaves_like
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows, pointers
-from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, Operands, unserved
+from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, SMALLEST_NORMAL, Operands, unserved
 
 logger = logging.getLogger(__name__)
 
@@ -248,9 +248,6 @@ class Interpreter(_Contiguous):
         return jax.pure_callback(host, tuple(_shapes(outputs)), *present)
 
 
-_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-
-
 class JaxTriton(_Contiguous):
     """The kernels on an NVIDIA GPU, as custom calls."""
 
@@ -266,7 +263,7 @@ class JaxTriton(_Contiguous):
         options: dict[str, Any] = dict(kernel=kernel, grid=(grid,), num_warps=num_warps, num_stages=num_stages)
         if self.descriptors:
             # what is subnormal in float32 would become fp64
-            arguments += [0.0 if isinstance(s, float) and abs(s) < _SMALLEST_NORMAL else s for s in scalars]
+            arguments += [0.0 if isinstance(s, float) and abs(s) < SMALLEST_NORMAL else s for s in scalars]
             backend = (
                 dict(enable_fp_fusion=True) if registers is None else dict(enable_fp_fusion=True, maxnreg=registers)
             )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 MAX_HEAD_DIM = 256
 # A bias that is not above it hides: beside such scores, float32 does not hold the logarithm of a sum.  -1e5 in bfloat16.
 HIDES = -99840.0
+SMALLEST_NORMAL = 2.0**-126  # of float32
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_IMPLEMENTATIONS = ("triton", "hopper", "portable")  # any kernels, or those of one family
@@ -104,7 +105,7 @@ def lower_right_of(alignment: Any) -> bool:
 
 
 def soft_cap_of(value: float | None) -> float | None:
-    if value is not None and not 2**-126 <= value < math.inf:  # a divisor of float32
+    if value is not None and not SMALLEST_NORMAL <= value < math.inf:  # a divisor
         raise ValueError(
             f"`logits_soft_cap` must be positive and at least 2^-126: got {value}; leave it None for no cap"
         )

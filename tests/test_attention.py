@@ -123,11 +123,13 @@ def test_value_with_channels_of_its_own():
 
 
 def test_numpy_arrays_and_static_arguments_under_jit():
-    arrays = map(np.float32, (QUERY, KEY, VALUE))
-    eager = dot_product_attention(*arrays, is_causal=jax.numpy.bool_(True), local_window_size=[2, 1])
+    arrays = [np.float32(a) for a in (QUERY, KEY, VALUE)]
+    eager = dot_product_attention(*arrays, is_causal=np.True_, local_window_size=[2, 1])
     jitted = jax.jit(dot_product_attention, static_argnames=("is_causal", "local_window_size", "implementation"))
     got = jitted(*float32(QUERY, KEY, VALUE), is_causal=True, local_window_size=(2, 1), implementation="xla")
     np.testing.assert_allclose(got, eager, rtol=1e-6, atol=1e-6)
+    of_jax = dot_product_attention(*arrays, is_causal=jnp.bool_(True), local_window_size=[2, 1])
+    np.testing.assert_array_equal(of_jax, eager)
 
 
 # ------------------------------------------------------------------------------------------------ edges
@@ -258,13 +260,17 @@ ERRORS = {
         changed(query_segment_ids=jnp.zeros((B, T)), key_value_segment_ids=jnp.zeros((B, S), jnp.int32)),
         TypeError, "`query_segment_ids` must be int32: got float32",
     ),
-    "soft-cap": (changed(logits_soft_cap=-1.0), ValueError, "must be positive and at least 2^-126: got -1.0; leave it None"),
+    "soft-cap": (
+        changed(logits_soft_cap=-1.0), ValueError,
+        "`logits_soft_cap` must be positive and at least 2^-126: got -1.0; leave it None",
+    ),
     "tiny soft-cap": (changed(logits_soft_cap=1e-39), ValueError, "`logits_soft_cap` must be positive and at least"),
     "sinks-shape": (changed(sinks=jnp.zeros(K)), ValueError, "`sinks` must have shape (4,), one number a query head: got"),
     "dropout-rate": (changed(dropout_rate=1.0), ValueError, "`dropout_rate` must be at least 0 and below 1: got 1.0"),
     "dropout-key": (changed(dropout_rate=0.5), ValueError, "`dropout_key` must be given where `dropout_rate` is above 0"),
     "dropout-key-type": (
-        changed(dropout_rate=0.5, dropout_key="seed"), TypeError, "must be one key of jax.random: got str of shape ()"
+        changed(dropout_rate=0.5, dropout_key="seed"), TypeError,
+        "`dropout_key` must be one key of jax.random: got str of shape ()",
     ),
     "window-numpy": (changed(local_window_size=np.int64(-1)), ValueError, "must not be negative: got np.int64(-1)"),
 }  # fmt: skip
@@ -280,7 +286,7 @@ def test_errors_at_the_door(arguments, error, text, implementation):
 def test_errors_under_jit():
     with pytest.raises(
         TypeError,
-        match=r"`scale` must be a number known when .* traced; compute it by numpy, or multiply `query` by it",
+        match=r"`scale` must be a number known when .* traced; compute it by numpy, or multiply `query` by it, and pass scale=1",
     ):
         jax.jit(lambda s: dot_product_attention(**changed(), scale=s))(0.5)
     with pytest.raises(TypeError, match="`is_causal` must be True or False"):

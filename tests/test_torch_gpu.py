@@ -336,4 +336,4 @@ def test_overhead_of_a_call(capsys, kernels_alone):
     with capsys.disabled():
         print(f"\nhost time of a call, µs: JVP in a dual level {in_level:.0f}, torch.func.jvp {by_jvp:.0f}")
         print(f"(of two additions {torch_jvp:.0f}), without tangents {plain:.0f}, torch's SDPA {theirs:.0f}")
-    assert in_level < max(160, 2 * torch_jvp)
+    assert in_level < max(160, 1.2 * torch_jvp)

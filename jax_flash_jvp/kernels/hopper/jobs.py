@@ -33,7 +33,8 @@ class Ring(NamedTuple):
     groups: int = 2  # consumer warpgroups
 
 
-# measured on an H200 at L = 8192, 96 at 72; keys are the width and, for the backward, whether tangents of gradients are wanted
+# measured on an H200 at L = 8192, 96 at 72, but for the tangents alone at 32; keys are the width and, for the backward, whether
+# tangents of gradients are wanted
 FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
 FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, False), 96: Ring(64, 8, False), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
