@@ -25,7 +25,7 @@ SPILL_MORE = {
 
 
 def last_launch(job, head_dim, kind):
-    recorder, length = Recorder(90), {"causal-ragged": 1023, "whole": 8192}.get(kind, 1024)
+    recorder, length = Recorder(90), {"causal-ragged": 1023, "whole": 32768}.get(kind, 1024)
     batch = 32  # so many blocks that a program computes several, where they are alike and short
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")

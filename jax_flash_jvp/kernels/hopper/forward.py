@@ -2,8 +2,9 @@
 
 A block is 64 queries for each of the consumer warpgroups, of which there are GROUPS, two or three.  With a tangent, the
 products of Ṡ and of P V̇ run while the softmax and P∘Ṡ are computed; without, the next tile's scores are issued before this
-tile's P V (FlashAttention-3's order, arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, so that one
-computes while the others multiply.  Tiles that every query sees whole come first, then those that need a mask.
+tile's P V (FlashAttention-3's order, arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, each from P V
+to the next tile's scores, so that one computes while the others multiply.  Tiles that every query sees whole come first, then
+those that need a mask.
 """
 
 from triton.experimental import gluon
@@ -139,18 +140,16 @@ def produce(
 
 @gluon.jit
 def scores(
-    w: gl.constexpr, q, tq, kk, turn, tick, scale, row, k_row, sight, C: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
-    GROUPS: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, HAS_TQ: gl.constexpr,
-    HAS_TK: gl.constexpr,
+    q, tq, kk, next_turn, later, scale, row, k_row, sight, C: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    TURNS: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr,
 ):  # fmt: skip
-    """q kᵀ [64, BN], −∞ where k is hidden, and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk."""
+    """q kᵀ [64, BN], −∞ where k is hidden, and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk.  Ends a
+    turn, but for the first scores, which come before any (not `later`)."""
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, product_layout(BN))
     PAIRED: gl.constexpr = HAS_TK and D > 64  # both products of q in one; at 64 that is slower
     N_TS: gl.constexpr = 0 if PAIRED else parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
     k = kk.slice(0, BN, 0)
     b_ts = zero
-    if TURNS:
-        mbarrier.wait(turn.index(w), tick & 1)
     if PAIRED:
         zeros = gl.zeros([GROUP_ROWS, 2 * BN], gl.float32, product_layout(2 * BN))
         b_s = score_product(q, kk, zeros, False, C)
@@ -161,7 +160,7 @@ def scores(
         if HAS_TK:
             b_ts = score_product(q, kk.slice(BN, BN, 0), b_ts, HAS_TQ, C)
     if TURNS:
-        mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
+        mbarrier.arrive(next_turn, count=1, pred=later)
     s_l: gl.constexpr = product_layout(BN)
     seen = looked_up(row, k_row, sight, BN, True, MASKED, FEATURES, s_l)
     b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
@@ -202,6 +201,8 @@ def consume_dual(
     HAS_O: gl.constexpr = HAS_TS or not LINEAR
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
     SLACK: gl.constexpr = 8 if q_s.dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
+    next_turn = turn.index((w + 1) % GROUPS)
+    first_tick = tick
     last_tick = tick + tiles_of[0] + tiles_of[1] - 1
     if LINEAR:
         o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
@@ -227,8 +228,8 @@ def consume_dual(
                 mbarrier.wait(full.index(k_slot), k_phase)
                 tq = matrix(tq_s, w + (tick >> 30), GROUP_ROWS, D)
                 b_s, b_ts = scores(
-                    w, q, tq, kk, turn, tick, scale, row, j * BN, sight, C, D, BN, GROUPS, TURNS, MASKED, FEATURES, HAS_TQ,
-                    HAS_TK,
+                    q, tq, kk, next_turn, tick > first_tick, scale, row, j * BN, sight, C, D, BN, TURNS, MASKED, FEATURES,
+                    HAS_TQ, HAS_TK,
                 )  # fmt: skip
                 if LINEAR:
                     b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
@@ -256,6 +257,8 @@ def consume_dual(
                 mbarrier.wait(full.index(v_slot), v_phase)
                 if MASKED and has(FEATURES, "key_lengths"):
                     clean(v, j * BN, sight[1], BN, D)
+                if TURNS:
+                    mbarrier.wait(turn.index(w), tick & 1)
                 if HAS_O:
                     b_o = accumulated(p, v, b_o, C)
                 if HAS_TV:
@@ -275,6 +278,8 @@ def consume_dual(
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
                 tick += 1
 
+    if TURNS:
+        mbarrier.arrive(next_turn, count=1, pred=tick > first_tick)
     if LINEAR:
         nothing = b_m == float("inf")
     else:

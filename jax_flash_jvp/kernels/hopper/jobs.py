@@ -21,7 +21,7 @@ REGISTERS = {2: 168, 3: 128}
 PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
-PERSISTENT = 4096
+PERSISTENT = {forward_kernels.forward: 16384, backward_kernels.backward: 4096}
 
 
 class Ring(NamedTuple):
@@ -36,7 +36,7 @@ class Ring(NamedTuple):
 # measured on an H200 at L = 8192, 96 at 72, but for the tangents alone at 32; keys are the width and, for the backward, whether
 # tangents of gradients are wanted
 FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
-FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, False), 96: Ring(64, 8, False), 128: Ring(64, 8, True)}
+FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
@@ -148,7 +148,7 @@ class _Call:
         streamed = self.query_length * self.query_heads // self.key_heads if by_key else self.key_length
         features, alike = self.features, not {"left", "right", "lengths", "tiles"} & self.words
         at_once = self.launcher.multiprocessors or blocks
-        if alike and streamed <= PERSISTENT and blocks > at_once:
+        if alike and streamed <= PERSISTENT[kernel] and blocks > at_once:
             programs, features = at_once, f"{features} persistent"
         rows = GROUP * ring.groups
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
