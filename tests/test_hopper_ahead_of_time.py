@@ -19,6 +19,7 @@ SPILL_MORE = {
     ("forward", 64, "causal-ragged"): 500, ("forward", 64, "window-lengths"): 1720,
     ("forward_dual", 64, "window-lengths"): 1300, ("forward_dual", 64, "mask"): 700,
     ("forward_dual", 128, "window-lengths"): 850, ("tangent", 64, "window-lengths"): 1200,
+    ("tangent", 64, "segments"): 960,
     ("key_side", 64, "causal-ragged"): 760, ("key_side", 64, "window-lengths"): 760,
     ("key_side_tangent", 64, "causal-ragged"): 580,
 }  # fmt: skip
