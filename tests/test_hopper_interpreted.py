@@ -211,6 +211,17 @@ MUTANTS = {  # and whether it takes late copies to notice
         "mbarrier.arrive(turn.index(w), count=1)",
         False,
     ),
+    "out-of-turn-with-a-tangent": (
+        "next_turn = turn.index((w + 1) % GROUPS)",
+        "next_turn = turn.index(w)",
+        False,
+    ),
+    "turn-kept-to-the-end": ("mbarrier.arrive(next_turn, count=1, pred=tick > first_tick)", "pass", False),
+    "turn-handed-on-before-any": (
+        "mbarrier.arrive(next_turn, count=1, pred=later)",
+        "mbarrier.arrive(next_turn, count=1)",
+        False,
+    ),
     "statistics-overwritten": ("mbarrier.wait(s_empty.index(stage), s_phase)", "pass", True),
     "mu-dropped": ("b_to = increased(b_to, back, b_o)", "pass", False),
     "mu-dropped-backward": ("b_ts -= mu * per_scale", "pass", False),

@@ -21,7 +21,7 @@ REGISTERS = {2: 168, 3: 128}
 PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
-PERSISTENT = {forward_kernels.forward: 16384, backward_kernels.backward: 4096}
+PERSISTENT = {"forward": 8192, "backward": 4096}
 
 
 class Ring(NamedTuple):
@@ -148,7 +148,7 @@ class _Call:
         streamed = self.query_length * self.query_heads // self.key_heads if by_key else self.key_length
         features, alike = self.features, not {"left", "right", "lengths", "tiles"} & self.words
         at_once = self.launcher.multiprocessors or blocks
-        if alike and streamed <= PERSISTENT[kernel] and blocks > at_once:
+        if alike and streamed <= PERSISTENT[kernel.__name__] and blocks > at_once:
             programs, features = at_once, f"{features} persistent"
         rows = GROUP * ring.groups
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)

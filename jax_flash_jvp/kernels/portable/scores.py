@@ -181,11 +181,11 @@ def load_scores(X, o_m, o_n, LQ, LK, FEATURES: tl.constexpr, NAME: tl.constexpr)
 @triton.jit
 def operand(b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """fp32 values as an operand of a product in `dtype`.  The tensor cores cut float32 down to TF32, towards zero: a bias in
-    every sum of probabilities, so they are rounded first: a sum with their 2¹³-fold keeps eleven bits.  (What exceeds 4e34
-    becomes infinite or NaN.  Launchers round the inputs.)"""
+    every sum of probabilities, so they are rounded first, to nearest: less their 2¹³-fold they have eleven bits left.  (What
+    exceeds 4e34 becomes infinite or NaN, and so does what is infinite.  Launchers round the inputs.)"""
     if dtype == tl.float32 and PRECISION == "tf32":
         b_more = b_x * 8192.0
-        return (b_x + b_more) - b_more
+        return (b_x - b_more) + b_more
     else:
         return b_x.to(dtype)
 
