@@ -102,7 +102,7 @@ def dot_product_attention(
     arrays = dict(query=query, key=key, value=value, bias=bias, mask=mask)
     lengths = dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
     segments = dict(query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids)
-    given = {name: _as_array(name, a) for name, a in {**arrays, **lengths, **segments}.items()}
+    given = {name: as_array(name, a) for name, a in {**arrays, **lengths, **segments}.items()}
     ndim = given["query"].ndim
     for name in ("query", "key", "value"):
         if given[name].ndim != ndim or ndim not in (3, 4):
@@ -121,23 +121,24 @@ def dot_product_attention(
     for name in segments:
         if given[name] is not None and ndim == 3 and given[name].ndim == 1:
             given[name] = given[name][None]
-    rate = dropout_rate_of("dropout_rate", _number("dropout_rate", dropout_rate, 0.0))
+    rate = dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
     given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
     x = Operands(*given.values())
     check_operands(x)
-    sink_scores = _as_array("sinks", sinks)
+    sink_scores = as_array("sinks", sinks)
     if sinks is not None and sink_scores.dtype.name not in DTYPES:
         raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sink_scores.dtype}; cast it")
     if sinks is not None and sink_scores.shape != x.query.shape[2:3]:
         raise ValueError(
             f"`sinks` must have shape ({x.query.shape[2]},), one number a query head: got {sink_scores.shape}"
         )
+    with_residual = _flag("return_residual", return_residual)
     problem = Problem(
-        scale=_number("scale", scale, x.query.shape[-1] ** -0.5),
+        scale=number("scale", scale, x.query.shape[-1] ** -0.5),
         is_causal=_flag("is_causal", is_causal),
         window=window_of(local_window_size),
         lower_right=lower_right_of(causal_alignment),
-        soft_cap=None if logits_soft_cap is None else soft_cap_of(_number("logits_soft_cap", logits_soft_cap, 0.0)),
+        soft_cap=None if logits_soft_cap is None else soft_cap_of(number("logits_soft_cap", logits_soft_cap, 0.0)),
         dropout_rate=rate,
         precision=_precision(),
         implementation=implementation,
@@ -155,10 +156,10 @@ def dot_product_attention(
     residual = jnp.swapaxes(log_sum_exp, 1, 2)
     if ndim == 3:
         output, residual = output[0], residual[0]
-    return (output, residual) if return_residual else output
+    return (output, residual) if with_residual else output
 
 
-def _as_array(name: str, a: Any) -> Any:
+def as_array(name: str, a: Any) -> Any:
     if a is None:
         if name in ("query", "key", "value"):
             raise TypeError(f"`{name}` must be an array: got None")
@@ -178,7 +179,7 @@ def _four_dimensional(name: str, a: jax.Array) -> jax.Array:
     return a.reshape((1,) * (4 - a.ndim) + a.shape)
 
 
-def _number(name: str, value: Any, default: float) -> float:
+def number(name: str, value: Any, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, jax.core.Tracer):
@@ -217,7 +218,9 @@ def _seed(key: Any, batch: int) -> jax.Array:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if isinstance(value, jax.core.Tracer) or np.ndim(value) or np.asarray(value).dtype != bool:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"`{name}` must be True or False when the call is traced; make it a static argument")
+    if np.ndim(value) or np.asarray(value).dtype != bool:
         raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
     return bool(value)
 

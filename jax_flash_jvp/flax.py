@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_flash_jvp.attention import dot_product_attention
+from jax_flash_jvp.attention import as_array, dot_product_attention, number
 
 
 def attention_fn(
@@ -61,6 +61,7 @@ def attention_fn(
     Raises:
         ValueError: dropout is to be the same for all heads, `module` is given, or `precision` differs between the operands.
     """
+    dropout_rate = number("dropout_rate", dropout_rate, 0.0)
     dropout = dropout_rate > 0.0 and not deterministic
     if dropout and broadcast_dropout:
         raise ValueError(
@@ -74,6 +75,8 @@ def attention_fn(
             f"`module` must be None: got {type(module).__name__}. The attention weights are never formed, so there are "
             "none to sow: call the layer with sow_weights=False, or give it Flax's own dot_product_attention"
         )
+    named = dict(query=query, key=key, value=value)
+    query, key, value = (as_array(name, array) for name, array in named.items())
     if promote_dtype is not None:
         arrays: Any = promote_dtype((query, key, value), dtype=dtype)
     else:
@@ -90,9 +93,9 @@ def attention_fn(
                 f"`{name}` must have the batch axes of `query`, {tuple(batch_shape)}: got {array.shape[:-3]}"
             )
     if mask is not None:
-        mask = _merge_batch_axes(jnp.asarray(mask, bool), batch_shape)
+        mask = _merge_batch_axes("mask", as_array("mask", mask).astype(bool), batch_shape)
     if bias is not None:
-        bias = _merge_batch_axes(jnp.asarray(bias), batch_shape)
+        bias = _merge_batch_axes("bias", as_array("bias", bias), batch_shape)
     query, key, value = (array.reshape(math.prod(batch_shape), *array.shape[-3:]) for array in arrays)
     with _matmul_precision(precision):
         output = dot_product_attention(
@@ -111,8 +114,14 @@ def attention_fn(
     return output.reshape(*batch_shape, query_length, heads, output.shape[-1])
 
 
-def _merge_batch_axes(array: jax.Array, batch_shape: list[int]) -> jax.Array:
+def _merge_batch_axes(name: str, array: jax.Array, batch_shape: list[int]) -> jax.Array:
     """`[batch..., heads, query, key]` with any axis 1 or absent → `[batch or 1, heads, query, key]`."""
+    batch = array.shape[:-3][::-1]
+    if len(batch) > len(batch_shape) or any(n not in (1, m) for n, m in zip(batch, batch_shape[::-1], strict=False)):
+        raise ValueError(
+            f"`{name}` must broadcast to [batch..., heads, query, key] with the batch axes {tuple(batch_shape)}: got shape "
+            f"{array.shape}"
+        )
     array = array.reshape((1,) * (len(batch_shape) + 3 - array.ndim) + array.shape)
     if math.prod(array.shape[:-3]) != 1:  # one mask for the whole batch stays one: attention broadcasts it unrepeated
         array = jnp.broadcast_to(array, (*batch_shape, *array.shape[-3:]))
@@ -123,10 +132,18 @@ def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[None]
     """Flax's `precision` (a name, a `jax.lax.Precision`, or a pair of one of these) as a context."""
     if precision is None:
         return contextlib.nullcontext()
-    if isinstance(precision, tuple):
+    if isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm):
         if len(set(precision)) != 1:
             raise ValueError(f"`precision` must be the same for both operands of a product: got {precision}")
         precision = precision[0]
     if isinstance(precision, jax.lax.Precision):
         precision = precision.name.lower()
+    try:
+        with jax.default_matmul_precision(getattr(precision, "name", precision)):
+            pass
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`precision` must be a `jax.lax.Precision`, a name that `jax.default_matmul_precision` knows, or a pair of one: "
+            f"got {precision!r}"
+        ) from error
     return jax.default_matmul_precision(getattr(precision, "name", precision))

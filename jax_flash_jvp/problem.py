@@ -99,7 +99,7 @@ def window_of(size: Any) -> tuple[int | None, int | None] | None:
 
 
 def lower_right_of(alignment: Any) -> bool:
-    if alignment not in ("upper_left", "lower_right"):
+    if not isinstance(alignment, str) or alignment not in ("upper_left", "lower_right"):
         raise ValueError(f"`causal_alignment` must be 'upper_left' or 'lower_right': got {alignment!r}")
     return alignment == "lower_right"
 

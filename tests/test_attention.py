@@ -249,6 +249,8 @@ ERRORS = {
     "window-bool": (changed(local_window_size=True), TypeError, "an integer or a pair of integers or None: got True"),
     "window-negative": (changed(local_window_size=(-1, 2)), ValueError, "must not be negative: got (-1, 2)"),
     "alignment": (changed(causal_alignment="right"), ValueError, "or 'lower_right': got 'right'"),
+    "alignment-array": (changed(causal_alignment=np.arange(2)), ValueError, "or 'lower_right': got array([0, 1])"),
+    "residual": (changed(return_residual="no"), TypeError, "`return_residual` must be True or False: got str"),
     "segments-alone": (
         changed(query_segment_ids=jnp.zeros((B, T), jnp.int32)), ValueError, "must be given together, or neither"
     ),
@@ -289,7 +291,7 @@ def test_errors_under_jit():
         match=r"`scale` must be a number known when .* traced; compute it by numpy, or multiply `query` by it, and pass scale=1",
     ):
         jax.jit(lambda s: dot_product_attention(**changed(), scale=s))(0.5)
-    with pytest.raises(TypeError, match="`is_causal` must be True or False"):
+    with pytest.raises(TypeError, match=r"`is_causal` must be True or False when .* traced; make it a static argument"):
         jax.jit(lambda c: dot_product_attention(**changed(), is_causal=c))(True)
     with pytest.raises(ValueError, match=r"`implementation` must be one of .*: got 'cudnn'"):
         dot_product_attention(**changed(), implementation="cudnn")

@@ -197,3 +197,24 @@ def test_batch_axes_must_agree():
         attention_fn(jnp.ones((4, 4)), k, k)
     with pytest.raises(ValueError, match="`dropout_rng` must be given"):
         attention_fn(q, q, q, dropout_rate=0.1, broadcast_dropout=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        (dict(query=None), TypeError, "`query` must be an array: got None"),
+        (dict(mask=np.ones((3, 4, 5, 5))), ValueError, r"`mask` must broadcast to .* batch axes \(2,\): got shape"),
+        (dict(bias=np.ones((1, 2, 4, 5, 5))), ValueError, r"`bias` must broadcast to"),
+        (dict(precision="bogus"), ValueError, r"`precision` must be a .* got 'bogus'"),
+        (
+            dict(precision=jax.lax.DotAlgorithm(np.float32, np.float32, np.float32)),
+            ValueError,
+            "`precision` must be a ",
+        ),
+        (dict(dropout_rate="much"), TypeError, "`dropout_rate` must be a number: got str"),
+    ],
+)
+def test_errors_name_the_argument(changes, error, text):
+    x = np.ones((2, 5, 4, 8), np.float32)
+    with pytest.raises(error, match=text):
+        attention_fn(**{**dict(query=x, key=x, value=x), **changes})

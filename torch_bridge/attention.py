@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import numbers
 import sys
 import threading
 from collections.abc import Iterator
@@ -95,6 +96,7 @@ def scaled_dot_product_attention(
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
+    _check_flag("is_causal", is_causal)
     if is_causal and attn_mask is not None:
         raise ValueError("`attn_mask` and `is_causal` must not be given together: mask the future in `attn_mask`")
     if isinstance(attn_mask, CausalBias):
@@ -121,6 +123,11 @@ def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: flo
         _check_tensor(name, a)
         if a.dim() != 4:
             raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
+    _check_flag("causal", causal)
+    if softmax_scale is not None:
+        _check_number("softmax_scale", softmax_scale)
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(f"`bias` must be a tensor: got {type(bias).__name__}")
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     if isinstance(bias, CausalBias):
         if causal:
@@ -283,8 +290,14 @@ def _check_number(name: str, value) -> None:
         raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")
     if not torch.compiler.is_compiling() and not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         raise TypeError(f"`{name}` must be a number: got {value!r}")
-    if type(value) in (int, float) and not abs(value) <= torch.finfo(torch.float32).max:
+    known = type(value) in (int, float) or (not torch.compiler.is_compiling() and isinstance(value, numbers.Real))
+    if known and not abs(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"`{name}` must be finite in float32: got {value}")
+
+
+def _check_flag(name: str, value) -> None:
+    if type(value).__name__ not in ("bool", "bool_", "SymBool") and not torch.compiler.is_compiling():  # numpy's too
+        raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
 
 
 def _check_devices(query: Tensor, named) -> None:
