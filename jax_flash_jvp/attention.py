@@ -80,7 +80,8 @@ def dot_product_attention(
         documents.  Where they are in order, tiles without a common segment are not visited.
       key_value_segment_ids: int32 [B, S], or [S]; given together with `query_segment_ids`.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before bias and masks (arXiv:2408.00118, section 2).
-      sinks: [N]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
+      sinks: [N]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable, but
+        ``jax.linear_transpose`` does not transpose a call with sinks in its values.
       dropout_rate: the share of probabilities that are dropped, in [0, 1); the others are divided by 1 - rate.
       dropout_key: a key of jax.random, from which the same are dropped in every derivative.
 
@@ -92,7 +93,7 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes that do not fit or are symbolic beyond the batch, or an `implementation` that does not serve the call.
-      TypeError: dtypes that are not supported or differ, or a traced `scale`.
+      TypeError: dtypes that are not supported or differ, numbers and flags that are none or traced.
       NotImplementedError: kernels are asked for by name, and a job of the derivative does not fit the GPU.
 
     Float32 products follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.

@@ -59,7 +59,9 @@ def attention_fn(
         `[batch..., query_length, heads, head_dim]`.
 
     Raises:
-        ValueError: dropout is to be the same for all heads, `module` is given, or `precision` differs between the operands.
+        ValueError: dropout is to be the same for all heads, `module` is given, `precision` is unknown or differs between the
+            operands, or axes do not fit.
+        TypeError: what is no array, or a `dropout_rate` that is no number or traced.
     """
     dropout_rate = number("dropout_rate", dropout_rate, 0.0)
     dropout = dropout_rate > 0.0 and not deterministic
