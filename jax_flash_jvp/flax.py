@@ -141,11 +141,9 @@ def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[None]
     if isinstance(precision, jax.lax.Precision):
         precision = precision.name.lower()
     try:
-        with jax.default_matmul_precision(getattr(precision, "name", precision)):
-            pass
+        return jax.default_matmul_precision(getattr(precision, "name", precision))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"`precision` must be a `jax.lax.Precision`, a name that `jax.default_matmul_precision` knows, or a pair of one: "
             f"got {precision!r}"
         ) from error
-    return jax.default_matmul_precision(getattr(precision, "name", precision))

@@ -126,8 +126,8 @@ def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: flo
     _check_flag("causal", causal)
     if softmax_scale is not None:
         _check_number("softmax_scale", softmax_scale)
-    if bias is not None and not isinstance(bias, Tensor):
-        raise TypeError(f"`bias` must be a tensor: got {type(bias).__name__}")
+    if bias is not None:
+        _check_tensor("bias", bias)
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     if isinstance(bias, CausalBias):
         if causal:
