@@ -9,6 +9,7 @@ import functools
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -234,18 +235,22 @@ class Interpreter(_Contiguous):
     descriptors = False
     multiprocessors: int | None = None
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+    def launch(
+        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
+    ):
         present = [i for i in inputs if i is not None]
         slots = [0 if i is None else next(n for n, p in enumerate(present) if p is i) for i in inputs]
 
         def host(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
+            for i in updates:
+                arrays[slots[i]] = arrays[slots[i]].copy()
             poison = {"int32": -1}
             results = [np.full(o.shape, poison.get(o.dtype, np.nan), jnp.dtype(o.dtype)) for o in outputs]
             interpret.launch(kernel, (grid,), *[arrays[s] for s in slots], *scalars, *results, **constants)
-            return tuple(results)
+            return (*results, *(arrays[slots[i]] for i in updates))
 
-        return jax.pure_callback(host, tuple(_shapes(outputs)), *present)
+        return jax.pure_callback(host, tuple(_shapes([*outputs, *(inputs[i] for i in updates)])), *present)
 
 
 class JaxTriton(_Contiguous):
@@ -258,7 +263,9 @@ class JaxTriton(_Contiguous):
         self.descriptors = hasattr(library, "TensorDescriptor")  # from 0.4 on
         self.multiprocessors: int | None = getattr(_first_gpu(), "core_count", None)
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+    def launch(
+        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
+    ):
         arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]
         options: dict[str, Any] = dict(kernel=kernel, grid=(grid,), num_warps=num_warps, num_stages=num_stages)
         if self.descriptors:
@@ -267,11 +274,15 @@ class JaxTriton(_Contiguous):
             backend = (
                 dict(enable_fp_fusion=True) if registers is None else dict(enable_fp_fusion=True, maxnreg=registers)
             )
-            options.update(out_type=_shapes(outputs), backend_options=backend)
+            outputs = [*outputs, *(arguments[i] for i in updates)]
+            aliases = {place: len(outputs) - len(updates) + n for n, place in enumerate(updates)}
+            options.update(out_type=_shapes(outputs), backend_options=backend, input_output_aliases=aliases)
         else:  # a Python float would become fp64
             arguments += [np.float32(s) if isinstance(s, float) else s for s in scalars]
             options.update(out_shape=_shapes(outputs), enable_fp_fusion=True)
-        return self.jax_triton.triton_call(*arguments, **options, **constants)
+        with warnings.catch_warnings():  # aliases are deprecated for references, which a rule of lowering cannot make
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return self.jax_triton.triton_call(*arguments, **options, **constants)
 
     def _descriptor(self, rows: Rows) -> Any:
         from jax_flash_jvp.kernels.hopper.pipeline import shared_layout

@@ -48,12 +48,14 @@ class Recorder:
     def summed(self, array, by_column, like):
         return like
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+    def launch(
+        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
+    ):
         types = [self._type(a) for a in (*pointers(inputs), *scalars, *outputs)]
         names = [p.name for p in kernel.params if not p.is_constexpr]
         options = dict(num_warps=num_warps, num_stages=num_stages, registers=registers)
         self.launches.append((kernel, dict(zip(names, types, strict=True)), constants, options))
-        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
+        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in (*outputs, *(inputs[i] for i in updates))]
 
     def _type(self, argument):
         if isinstance(argument, Rows):

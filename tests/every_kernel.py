@@ -19,7 +19,7 @@ from jax_flash_jvp.problem import Operands, Problem
 from torch_bridge.launch import TorchLauncher
 
 JOBS = ("forward", "forward_dual", "tangent", "backward", "backward_dual", "backward_tangent")
-HOPPER = ("whole", "short", "causal", "window-lengths", "mask", "segments")
+HOPPER = ("whole", "short", "shared", "causal", "window-lengths", "mask", "segments")
 KINDS = (*HOPPER, "bias", "soft-cap", "dropout")
 CASES = [
     *itertools.product(["hopper"], HOPPER, (32, 64, 72, 128), JOBS),
@@ -31,8 +31,9 @@ def job(family, kind, head_dim, name):
     """A function without arguments, and what it is to return every time."""
     torch.manual_seed(0)
     heads, key_heads = 4, 2
-    # so many short blocks of the same length that a program computes several, one after the other
-    batch, queries, keys = {"short": (35, 190, 180), "whole": (1, 384, 256)}.get(kind, (2, 290, 270))
+    # short: so many blocks of the same length that a program computes several, one after the other
+    sizes = {"short": (35, 190, 180), "whole": (1, 384, 256), "shared": (1, 1100, 2000)}
+    batch, queries, keys = sizes.get(kind, (2, 290, 270))
     draw = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     rows = lambda: Operands(
         draw(batch, queries, heads, head_dim), draw(batch, keys, key_heads, head_dim), draw(batch, keys, key_heads, head_dim)

@@ -109,7 +109,7 @@ class Coroutines:
         self.threads = [threading.Thread(target=self.run, args=(i, *p), daemon=True) for i, p in enumerate(partitions)]
 
     def run(self, me, function, arguments):
-        here.me, here.coroutines, here.pending = me, self, []
+        here.me, here.coroutines, here.pending, here.copies = me, self, [], []
         try:
             self.resume()
             with np.errstate(all="ignore"):
@@ -143,7 +143,7 @@ class Coroutines:
             raise self.error
 
 
-here = threading.local()  # this coroutine: its number, all of them, and its products that nobody has waited for yet
+here = threading.local()  # this coroutine: its number, all of them, products and copies that nobody has waited for yet
 
 
 class Barrier:
@@ -211,6 +211,26 @@ class Descriptor:
             bar.copies.append(arrive)
         else:
             arrive()
+
+
+def copy_async(target, pointer, mask):
+    here.copies.append(lambda: target.store(load(pointer, mask)))
+
+
+def arrive_with_copies(bar, increment_count):
+    """When all copies of the coroutine so far have arrived."""
+    assert not increment_count
+    copies, here.copies = here.copies, []
+
+    def arrive():
+        for copy in copies:
+            copy()
+        bar.update(arrivals=32)
+
+    if place.late and not bar.waiting:
+        bar.copies.append(arrive)
+    else:
+        arrive()
 
 
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
@@ -295,6 +315,8 @@ vars(hopper).update(
     warpgroup_mma_wait=warpgroup_mma_wait,
     fence_async_shared=lambda: None,
 )
+ampere = types.ModuleType("triton.experimental.gluon.language.nvidia.ampere")
+ampere.async_copy = types.SimpleNamespace(async_load=copy_async, mbarrier_arrive=arrive_with_copies)
 gluon = types.ModuleType("triton.experimental.gluon")
 vars(gluon).update(jit=lambda function: function, language=language)
 experimental = types.ModuleType("triton.experimental")
@@ -317,8 +339,8 @@ def _standing_in(modules):
 @functools.cache
 def emulated(old="", new=""):
     """The modules of the kernels by name, with that change in their source."""
-    modules, found = {m.__name__: m for m in (experimental, gluon, language, hopper)}, False
-    for name in ("pipeline", "forward", "backward"):
+    modules, found = {m.__name__: m for m in (experimental, gluon, language, ampere, hopper)}, False
+    for name in ("pipeline", "forward", "backward", "merge"):
         spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
         source = spec.loader.get_source(spec.name)
         found |= old in source
@@ -339,6 +361,7 @@ class Launcher:
 
     def __init__(self, *change, late=False, multiprocessors=2):
         self.modules, self.late, self.multiprocessors = emulated(*change), late, multiprocessors
+        self.launched = set()
 
     def strides(self, array):
         return tuple(s // array.itemsize for s in array.strides)
@@ -349,7 +372,10 @@ class Launcher:
     def summed(self, array, by_column, like):
         raise NotImplementedError
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+    def launch(
+        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
+    ):
+        self.launched.add(kernel.fn.__name__)
         results = [np.full(o.shape, -1 if o.dtype == "int32" else np.nan, jnp.dtype(o.dtype)) for o in outputs]
         if not kernel.fn.__module__.startswith(PACKAGE):
             arrays = [np.ascontiguousarray(a) for a in pointers(inputs)]
@@ -361,4 +387,4 @@ class Launcher:
         place.late, place.programs = self.late, grid
         for place.program in range(grid):
             function(*given, *numbers, *map(Pointer, results), **constants)
-        return results
+        return [*results, *(inputs[i] for i in updates)]

@@ -50,7 +50,14 @@ HOPPER_SHAPES = [
     (35, 190, 180, 4, 4, 16, False),
     (1, 150, 330, 2, 1, 24, True),
     (1, 130, 140, 2, 2, 8, False),
-]
+    *(SHARED := [  # whose last blocks, or all of them, programs share
+        (1, 1100, 2000, 4, 2, 64, False),
+        (1, 2100, 2500, 9, 9, 64, False),
+        (1, 2000, 1100, 3, 3, 128, False),
+        (1, 900, 1900, 2, 1, 72, False),
+        (2, 1500, 1400, 2, 2, 32, False),
+    ]),
+]  # fmt: skip
 
 
 def name(shape):
@@ -214,6 +221,16 @@ def test_which_kernels_are_launched():
 
 
 @hopper
+def test_which_kernels_share_blocks():
+    x, tx, g = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), operands(SHARED[0]))
+    run = {n: launches(lambda *a, j=job: j(by("hopper"), *a), x, tx, g) for n, job in jobs(False).items()}
+    assert run["forward"] == run["jvp"] == 2
+    assert run["gradient"] == 2 + 5
+    x, tx, g = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), operands((*SHARED[0][:-1], True)))
+    assert launches(lambda *a: jobs(True)["jvp"](by("hopper"), *a), x, tx, g) == 1
+
+
+@hopper
 def test_jax_says_how_many_multiprocessors_there_are():
     """Else no program of the Hopper kernels would compute several blocks."""
     assert JaxTriton().multiprocessors >= 66
@@ -221,11 +238,13 @@ def test_jax_says_how_many_multiprocessors_there_are():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_memory_is_linear(head_dim):
-    """Beyond inputs and outputs: two float32 numbers a query row, and what is saved for the backward."""
+    """Beyond inputs and outputs: two float32 numbers a query row, what is saved for the backward, and parts of blocks that
+    programs share."""
     length, heads = 8192, 4
     x = tx = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16),) * 3
     f = lambda *x: triton(*x)
-    rows = 2 * 4 * length * heads
+    parts = 2 * 192 * (2 * head_dim + 2) * 4 * (jax.devices()[0].core_count or 0)
+    rows = 2 * 4 * length * heads + parts
 
     def temporaries(function, *args):
         return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
@@ -261,7 +280,7 @@ def test_same_bits_beside_another_process():
     jitted = []
     for head_dim in (64, 128):
         x, tx, g = jax.tree.map(
-            lambda a: jnp.asarray(a, jnp.bfloat16), operands((4, 2000, 2000, 6, 6, head_dim, False))
+            lambda a: jnp.asarray(a, jnp.bfloat16), operands((4, 2000, 2000, 5, 5, head_dim, False))
         )
         for job in jobs(False).values():
             run = jax.jit(lambda *a, j=job: jax.tree.map(lambda a: a.astype(jnp.float32).sum(-1), j(triton, *a)))

@@ -14,7 +14,15 @@ from jax_flash_jvp.problem import Operands, Problem
 
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
 # bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 they are fewer
-SPILL = {"whole": 500, "persistent": 500, "causal-ragged": 420, "window-lengths": 640, "mask": 620, "segments": 720}
+SPILL = {
+    "whole": 500,
+    "persistent": 500,
+    "shared": 500,
+    "causal-ragged": 420,
+    "window-lengths": 640,
+    "mask": 620,
+    "segments": 720,
+}
 SPILL_MORE = {
     ("forward", 64, "causal-ragged"): 500, ("forward", 64, "window-lengths"): 1720,
     ("forward_dual", 64, "window-lengths"): 1300, ("forward_dual", 64, "mask"): 700,
@@ -25,9 +33,10 @@ SPILL_MORE = {
 }  # fmt: skip
 
 
-def last_launch(job, head_dim, kind):
-    recorder, length = Recorder(90), {"causal-ragged": 1023, "whole": 32768}.get(kind, 1024)
-    batch = 32  # so many blocks that a program computes several, where they are alike and short
+def last_launch(job, head_dim, kind, merge=False):
+    recorder, length, batch = Recorder(90), {"causal-ragged": 1023, "shared": 8192}.get(kind, 1024), 4
+    # of which all programs have as many blocks, or not
+    recorder.multiprocessors = {"whole": None, "persistent": 16}.get(kind, 132)
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")
     o, statistic = array(8), shape(batch, 8, length, dtype="float32")
@@ -58,7 +67,7 @@ def last_launch(job, head_dim, kind):
         "key_side_tangent": lambda: dual(NOTHING, both),
         "query_side_tangent": lambda: dual(NOTHING, QUERY),
     }[job]()
-    return recorder.launches[-1]
+    return next(launch for launch in reversed(recorder.launches) if launch[0].__name__.startswith("merge") == merge)
 
 
 JOBS = (
@@ -92,12 +101,21 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     if job == "value_side_dual" and head_dim <= 64:
         pytest.skip("one launch serves both sums there")
     kernel, signature, constants, options = last_launch(job, head_dim, kind)
-    assert ("persistent" in constants["FEATURES"].split()) == (kind == "persistent")
+    words = {*constants["FEATURES"].split()} & {"persistent", "shared"}
+    assert words == {"persistent": {"persistent"}, "shared": {"persistent", "shared"}}.get(kind, set())
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert resources.warnings == ()
     assert resources.fits(90)
     assert resources.mma.get("wgmma", 0) > 0
     assert resources.spill_stores <= SPILL_MORE.get((job, head_dim, kind), SPILL[kind])
+
+
+@pytest.mark.parametrize("head_dim", [32, 72, 128])
+@pytest.mark.parametrize("job", ["forward", "forward_dual", "tangent", "key_side", "value_side_dual"])
+def test_merging_compiles(job, head_dim):
+    kernel, signature, constants, options = last_launch(job, head_dim, "shared", merge=True)
+    resources = compiled(kernel, signature, constants, capability=90, **options)
+    assert resources.spill_stores == 0
 
 
 def test_hopper_on_another_gpu():
@@ -144,6 +162,6 @@ def test_which_kernels_are_taken(length, head_dim, window, families):
     every.forward(recorder, case, x)
     every.forward(recorder, case, x, x)
     every.backward(recorder, case, x, (o, statistic), (o, None), QUERY)
-    others = ("statistics", "look_at_tiles", "list_tiles")
+    others = ("statistics", "look_at_tiles", "list_tiles", "merge_forward", "merge_backward")
     kernels = [kernel for kernel, *_ in recorder.launches if kernel.__name__ not in others]
     assert [kernel.fn.__module__.split(".")[-2] for kernel in kernels] == families

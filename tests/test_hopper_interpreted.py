@@ -12,6 +12,7 @@ import gluon_on_numpy
 import oracle
 from jax_flash_jvp import reference
 from jax_flash_jvp.kernels import jobs
+from jax_flash_jvp.kernels.hopper import jobs as hopper
 from jax_flash_jvp.problem import Operands, Problem
 
 QKV = ("query", "key", "value")
@@ -113,6 +114,58 @@ def patches(b, h, t, s, size=64):
     mask = np.where(wide(kinds > 0.7), True, wide(kinds > 0) & some)
     mask[:, :, 5:6] = False
     return mask
+
+
+SHARED = {
+    "more-blocks": ((2, 250, 330, 4, 2, 64), 3),
+    "fewer-blocks": ((1, 140, 700, 1, 1, 64), 7),
+    "D128": ((1, 300, 290, 1, 1, 128), 5),
+    "D72": ((1, 260, 300, 2, 1, 72), 7),
+    "three-warpgroups": ((1, 700, 400, 1, 1, 64), 3),
+}
+
+
+@pytest.fixture
+def shared_always(monkeypatch):
+    monkeypatch.setattr(hopper, "SHARING", -100)
+
+
+@pytest.mark.usefixtures("shared_always")
+@pytest.mark.parametrize(("shape", "multiprocessors"), SHARED.values(), ids=SHARED)
+def test_blocks_that_programs_share(shape, multiprocessors):
+    launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors)
+    check(problem(shape[-1], False), *operands(shape), launcher=launcher)
+    assert {"merge_forward", "merge_backward"} <= launcher.launched
+
+
+@pytest.mark.usefixtures("shared_always")
+@pytest.mark.parametrize("wrt", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_blocks_that_programs_share_without_some_tangents(wrt):
+    x, tx = operands((1, 140, 300, 1, 1, 64))
+    tx = Operands(*(t if i in wrt else None for i, t in enumerate(tx[:3])))
+    alone = tuple(i in wrt for i in range(3))
+    check(problem(64, False), x, tx, alone, alone, gluon_on_numpy.Launcher(multiprocessors=5))
+
+
+SHARED_MUTANTS = {
+    "a-tile-lost": ("return first, first + each + gl.where(p < more, 1, 0)", "return first, first + each"),
+    "part-in-another-place": ("place = p + block", "place = p"),
+    "last-part-left-out": ("for p in range(first, last + 1):", "for p in range(first, last):"),
+    "weights-ignored": ("b_o = old * b_o + new * b_x", "b_o = b_o + b_x"),
+    "mean-ignored": ("b_tx += gl.expand_dims(b_c - b_mu - step, 1) * b_x", "pass"),
+    "mean-of-the-parts-before-ignored": ("b_to -= gl.expand_dims(step, 1) * b_o", "pass"),
+}
+
+
+@pytest.mark.usefixtures("shared_always")
+@pytest.mark.parametrize(("old", "new"), SHARED_MUTANTS.values(), ids=SHARED_MUTANTS)
+def test_broken_sharing_fails(old, new):
+    with pytest.raises(AssertionError):
+        check(
+            problem(64, False),
+            *operands((1, 250, 330, 1, 1, 64)),
+            launcher=gluon_on_numpy.Launcher(old, new, multiprocessors=5),
+        )
 
 
 FEATURES = {

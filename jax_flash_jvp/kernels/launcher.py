@@ -57,9 +57,10 @@ class Launcher(Protocol):
         num_warps: int,
         num_stages: int,
         registers: int | None = None,
+        updates: Sequence[int] = (),
     ) -> Sequence[Any]:
-        """Run `grid` programs and return the outputs.  A None input is never read: any pointer will do.  `registers` caps
-        those of a thread."""
+        """Run `grid` programs and return the outputs, and those inputs, by their places, that the kernel `updates`.  A None input
+        is never read: any pointer will do.  `registers` caps those of a thread."""
         ...
 
 

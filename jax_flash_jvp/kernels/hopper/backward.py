@@ -15,6 +15,7 @@ a ḃᵀ, with half the reading of a; c eᵀ and c ėᵀ likewise.  The sums of 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,8 +29,11 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     advance,
     barriers,
     clean,
+    copy_async,
+    end_of_items,
     halves,
     hide,
+    item,
     key_bounds,
     load_resident,
     load_tile,
@@ -37,6 +41,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     masks,
     matrix,
     own_block,
+    part_at,
     parts,
     product_layout,
     reach,
@@ -45,18 +50,23 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     selected,
     settled,
     store_rows,
+    store_rows_from,
     sums,
     tile_at,
     tiles,
     visits,
+    within,
     zeroed,
 )
 from jax_flash_jvp.kernels.portable.scores import has
 
+STAGES = gl.constexpr(2)  # of statistics in shared memory; four took 4% longer at 64 channels
+
 
 @gluon.jit
-def stage_column(X, x, m_x, other: gl.constexpr, stats, i):
-    stats.index(i).store(gl.load(X + x, mask=m_x, other=other))
+def stage_column(X, x, m_x, stats, i):
+    """Asynchronous.  Zeros for absent queries: their rows are zeros as well, so that a P of one adds nothing."""
+    copy_async(stats.index(i), X + x, mask=m_x)
 
 
 @gluon.jit
@@ -80,12 +90,13 @@ def row_statistic(X, x, m_x, other: gl.constexpr):
 
 @gluon.jit
 def own(i, call, selection, GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr):
-    """(block, batch entry, resident head, first streamed head, number of these, ends of queries and of keys, bounds of what is
-    streamed) of block number i."""
+    """(`item`, block, batch entry, resident head, first streamed head, number of these, ends of queries and of keys, bounds of
+    what is streamed)."""
     ROWS: gl.constexpr = GROUPS * GROUP_ROWS
-    n, HQ, GROUP, LQ, LK, left, right = call
+    n, HQ, GROUP, LQ, LK, left, right, _ = call
     HA = HQ if ROW else HQ // GROUP
-    i_block, i_ba = own_block(i, n, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
+    work = item(i, call, tiles_in_all(call, T, ROW), FEATURES)
+    i_block, i_ba = own_block(work[0], n, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
     i_b = i_ba // HA
     i_a = i_ba % HA
     a_row = i_block * ROWS
@@ -101,7 +112,7 @@ def own(i, call, selection, GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.const
         start = 0
         first = 0
         stop = query_end
-        # absent queries are hidden by their ℓ = +∞
+        # absent queries are rows of zeros
         whole = query_end if has(FEATURES, "query_lengths") else query_end + T - 1
         if has(FEATURES, "right"):
             start = a_row - right
@@ -112,19 +123,32 @@ def own(i, call, selection, GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.const
     if has(FEATURES, "query_lengths" if ROW else "key_lengths"):
         if a_row >= (query_end if ROW else key_end):
             stop = 0
-    return i_block, i_b, i_a, i_stream, group, query_end, key_end, (start, first, whole, stop)
+    return work, i_block, i_b, i_a, i_stream, group, query_end, key_end, (start, first, whole, stop)
 
 
 @gluon.jit
 def visits_of_head(
-    i_h, i_block, i_b, bounds, call, selection, GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr,
+    i_g, group, work, i_h, i_block, i_b, bounds, call, selection, GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
-    """The tiles to visit for a query head."""
-    _, HQ, GROUP, LQ, LK, _, _ = call
+    """The tiles to visit for a query head, the i_g-th of a group."""
+    _, HQ, GROUP, LQ, LK, _, _, _ = call
     n_blocks = gl.cdiv(LQ if ROW else LK, GROUPS * GROUP_ROWS)
     n_tiles = gl.cdiv(LK if ROW else LQ, T)
-    return visits(selection, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, bounds, T, MASKS, FEATURES)
+    tiles_of = visits(selection, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, bounds, T, MASKS, FEATURES)
+    if has(FEATURES, "shared"):
+        tiles_of = within(tiles_of, work[1], work[2], i_g, group)
+    return tiles_of
+
+
+@gluon.jit
+def tiles_in_all(call, T: gl.constexpr, ROW: gl.constexpr):
+    """Of a block."""
+    _, _, GROUP, LQ, LK, _, _, _ = call
+    if ROW:
+        return gl.cdiv(LK, T)
+    else:
+        return gl.cdiv(LQ, T) * GROUP
 
 
 @gluon.jit
@@ -156,7 +180,7 @@ def produce_block(
     USE_TA: gl.constexpr, USE_TB: gl.constexpr, USE_TC: gl.constexpr, USE_TE: gl.constexpr, WANT_TA: gl.constexpr,
 ):  # fmt: skip
     HQ, LQ = call[1], call[3]
-    i_block, i_b, i_a, i_stream, group, query_end, _, bounds = own(i, call, selection, GROUPS, T, ROW, FEATURES)
+    work, i_block, i_b, i_a, i_stream, group, query_end, _, bounds = own(i, call, selection, GROUPS, T, ROW, FEATURES)
     a_row = i_block * (GROUPS * GROUP_ROWS)
     AFTER: gl.constexpr = has(FEATURES, "persistent")  # as in forward.py
     if not AFTER:
@@ -169,23 +193,23 @@ def produce_block(
             for i_g in range(group):
                 i_h = i_stream + i_g
                 tiles_of = visits_of_head(
-                    i_a if ROW else i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW, MASKS, FEATURES
+                    i_g, group, work, i_a if ROW else i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW, MASKS, FEATURES
                 )  # fmt: skip
-                for t in range(tiles_of[MASKED]):
+                for t in range(tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]):
                     row = tile_at(t, tiles_of, MASKED, FEATURES) * T
                     if THROUGH_SHARED:
-                        o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([T // 32], [32], [1], [0]))
+                        o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([1], [32], [1], [0]))
                         x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
                         mbarrier.wait(s_empty.index(stage), s_phase)
-                        stage_column(LSE2, x, o_m < query_end, float("inf"), stats, 4 * stage)
+                        stage_column(LSE2, x, o_m < query_end, stats, 4 * stage)
                         if USE_W:
-                            stage_column(MU, x, o_m < query_end, 0.0, stats, 4 * stage + 1)
+                            stage_column(MU, x, o_m < query_end, stats, 4 * stage + 1)
                         if USE_C:
-                            stage_column(DELTA, x, o_m < query_end, 0.0, stats, 4 * stage + 2)
+                            stage_column(DELTA, x, o_m < query_end, stats, 4 * stage + 2)
                         if WANT_TA:
-                            stage_column(T_DELTA, x, o_m < query_end, 0.0, stats, 4 * stage + 3)
-                        mbarrier.arrive(s_full.index(stage), count=1)
-                        stage, s_phase = advance(stage, s_phase, 2)
+                            stage_column(T_DELTA, x, o_m < query_end, stats, 4 * stage + 3)
+                        async_copy.mbarrier_arrive(s_full.index(stage), increment_count=False)
+                        stage, s_phase = advance(stage, s_phase, STAGES)
                     slot, phase = load_tile(b_d, tb_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TB)
                     slot, phase = load_tile(e_d, te_d, i_b, i_h, row, ring, full, empty, slot, phase, T, SLOTS, USE_TE)
                     if AFTER:
@@ -212,7 +236,8 @@ def produce(
     s_phase = 1
     a_phase = 1
     if has(FEATURES, "persistent"):
-        for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+        n_tiles = tiles_in_all(call, T, ROW)
+        for i in range(gl.program_id(0), end_of_items(call, n_tiles, FEATURES), gl.num_programs(0)):
             slot, phase, stage, s_phase = produce_block(
                 i, a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, LSE2, MU, DELTA, T_DELTA, a_s, c_s, ta_s, tc_s, ring,
                 a_full, a_empty, full, empty, stats, s_full, s_empty, call, selection, slot, phase, stage, s_phase, a_phase,
@@ -230,7 +255,7 @@ def produce(
 @gluon.jit
 def consume_block(
     i, i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection, b_slot, b_phase, stage, s_phase, tick, a_phase,
+    LSE2, MU, DELTA, T_DELTA, results, scale, call, selection, b_slot, b_phase, stage, s_phase, tick, a_phase,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, FEATURES: gl.constexpr,
     RAGGED: gl.constexpr, MASKS: gl.constexpr,
@@ -254,7 +279,9 @@ def consume_block(
     HA = HQ if ROW else HQ // GROUP
     LA = LQ if ROW else LK
     LB = LK if ROW else LQ
-    i_block, i_b, i_a, i_stream, group, query_end, key_end, bounds = own(i, call, selection, GROUPS, T, ROW, FEATURES)
+    work, i_block, i_b, i_a, i_stream, group, query_end, key_end, bounds = own(
+        i, call, selection, GROUPS, T, ROW, FEATURES
+    )  # fmt: skip
     a_start = i_block * (GROUPS * GROUP_ROWS) + GROUP_ROWS * i_w
     b_da = sums(C)
     b_dc = sums(C)
@@ -280,9 +307,11 @@ def consume_block(
             for i_g in range(group):
                 x_g = (i_b * HQ + i_stream + i_g).to(gl.int64) * LB
                 i_h = i_a if ROW else i_stream + i_g
-                tiles_of = visits_of_head(i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW, MASKS, FEATURES)
+                tiles_of = visits_of_head(
+                    i_g, group, work, i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW, MASKS, FEATURES
+                )  # fmt: skip
                 sight = selected(selection, i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, call[5], call[6], FEATURES)
-                for t in range(tiles_of[MASKED]):
+                for t in range(tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]):
                     j = tile_at(t, tiles_of, MASKED, FEATURES)
                     # an index that the compiler cannot fold: else it keeps every resident descriptor in registers
                     z = i_w + (tick >> 30)
@@ -396,13 +425,16 @@ def consume_block(
                         b_tdc, pw = settled(b_tdc, pw)
                     if THROUGH_SHARED:
                         mbarrier.arrive(s_empty.index(stage), count=1)
-                        stage, s_phase = advance(stage, s_phase, 2)
+                        stage, s_phase = advance(stage, s_phase, STAGES)
                     mbarrier.arrive(empty.index(b_slot), count=1)
                     mbarrier.arrive(empty.index(e_slot), count=1)
                     b_slot, b_phase = advance(e_slot, e_phase, SLOTS)
                     tick += 1
     mbarrier.arrive(a_empty.index(i_w), count=1)
 
+    again = i if ROW and D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    work, i_block, i_b, i_a, _, _, _, _, _ = own(again, call, selection, GROUPS, T, ROW, FEATURES)
+    a_start = (i_block * GROUPS + i_w) * GROUP_ROWS
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
     factor = gl.full([GROUP_ROWS], scale, gl.float32, gl.SliceLayout(1, s_l))
     if PADDED_A:
@@ -410,21 +442,39 @@ def consume_block(
         b_dc = zeroed(b_dc, o_a >= end_a)
         b_tda = zeroed(b_tda, o_a >= end_a)
         b_tdc = zeroed(b_tdc, o_a >= end_a)
-    if WANT_A:
-        store_rows(DA, i_b, i_a, HA, a_start, LA, scaled(b_da, factor), C)
-    if WANT_C:
-        store_rows(DC, i_b, i_a, HA, a_start, LA, b_dc, C)
-    if WANT_TA:
-        store_rows(TDA, i_b, i_a, HA, a_start, LA, scaled(b_tda, factor), C)
-    if WANT_TC:
-        store_rows(TDC, i_b, i_a, HA, a_start, LA, b_tdc, C)
+    b_da = scaled(b_da, factor)
+    b_tda = scaled(b_tda, factor)
+    DA, DC, TDA, TDC, PARTS = results
+    place = work[3]
+    if place < 0:
+        if WANT_A:
+            store_rows(DA, i_b, i_a, HA, a_start, LA, b_da, C)
+        if WANT_C:
+            store_rows(DC, i_b, i_a, HA, a_start, LA, b_dc, C)
+        if WANT_TA:
+            store_rows(TDA, i_b, i_a, HA, a_start, LA, b_tda, C)
+        if WANT_TC:
+            store_rows(TDC, i_b, i_a, HA, a_start, LA, b_tdc, C)
+    if has(FEATURES, "shared"):
+        if place >= 0:
+            ROWS: gl.constexpr = GROUPS * GROUP_ROWS
+            ALL: gl.constexpr = WANT_A + WANT_C + WANT_TA + WANT_TC
+            part = part_at(PARTS, place, ROWS, ALL, 0, C) + i_w * GROUP_ROWS * C
+            if WANT_A:
+                store_rows_from(part, C, GROUP_ROWS, b_da, C)
+            if WANT_C:
+                store_rows_from(part + WANT_A * (ROWS * C), C, GROUP_ROWS, b_dc, C)
+            if WANT_TA:
+                store_rows_from(part + (WANT_A + WANT_C) * (ROWS * C), C, GROUP_ROWS, b_tda, C)
+            if WANT_TC:
+                store_rows_from(part + (ALL - 1) * (ROWS * C), C, GROUP_ROWS, b_tdc, C)
     return b_slot, b_phase, stage, s_phase, tick
 
 
 @gluon.jit
 def consume(
     i_w: gl.constexpr, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-    LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
+    LSE2, MU, DELTA, T_DELTA, results, scale, call, selection,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     THROUGH_SHARED: gl.constexpr, TURNS: gl.constexpr, RAGGED: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
@@ -439,10 +489,11 @@ def consume(
     tick = 0
     a_phase = 0
     if has(FEATURES, "persistent"):
-        for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+        n_tiles = tiles_in_all(call, T, ROW)
+        for i in range(gl.program_id(0), end_of_items(call, n_tiles, FEATURES), gl.num_programs(0)):
             b_slot, b_phase, stage, s_phase, tick = consume_block(
                 i, i_w, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
+                LSE2, MU, DELTA, T_DELTA, results, scale, call, selection,
                 b_slot, b_phase, stage, s_phase, tick, a_phase,
                 D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, MASKS,
                 USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
@@ -451,7 +502,7 @@ def consume(
     else:
         consume_block(
             gl.program_id(0), i_w, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-            LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection, b_slot, b_phase, stage, s_phase, tick, a_phase,
+            LSE2, MU, DELTA, T_DELTA, results, scale, call, selection, b_slot, b_phase, stage, s_phase, tick, a_phase,
             D, C, T, SLOTS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, MASKS,
             USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
         )  # fmt: skip
@@ -461,8 +512,8 @@ def consume(
 def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, LSE2, MU, DELTA, T_DELTA,
-    scale, n, HQ, GROUP, LQ, LK, left, right,
-    DA, DC, TDA, TDC,
+    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole,
+    DA, DC, TDA, TDC, PARTS,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr, HAS_TE: gl.constexpr,
@@ -480,7 +531,8 @@ def backward(
     )  # else the few that are needed come straight from memory, if there are registers for them
     if not ROW and not RAGGED:
         LQ = LQ // T * T  # as in portable/backward.py
-    call = (n, HQ, GROUP, LQ, LK, left, right)
+    call = (n, HQ, GROUP, LQ, LK, left, right, n_whole)
+    results = (DA, DC, TDA, TDC, PARTS)
     selection = (MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES)
 
     a_s = tiles(a_d, GROUPS)
@@ -500,21 +552,21 @@ def backward(
     s_full = full
     s_empty = full
     if THROUGH_SHARED:
-        stats = gl.allocate_shared_memory(gl.float32, [8, T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        s_full = barriers(2, 1)
-        s_empty = barriers(2, GROUPS)
+        stats = gl.allocate_shared_memory(gl.float32, [4 * STAGES, T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        s_full = barriers(STAGES, 32)  # every lane of the producer
+        s_empty = barriers(STAGES, GROUPS)
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
     if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
+                       LSE2, MU, DELTA, T_DELTA, results, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
+                       LSE2, MU, DELTA, T_DELTA, results, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
@@ -526,17 +578,17 @@ def backward(
     else:
         gl.warp_specialize([
             (consume, (0, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
+                       LSE2, MU, DELTA, T_DELTA, results, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (1, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
+                       LSE2, MU, DELTA, T_DELTA, results, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),
             (consume, (2, a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn,
-                       LSE2, MU, DELTA, T_DELTA, DA, DC, TDA, TDC, scale, call, selection,
+                       LSE2, MU, DELTA, T_DELTA, results, scale, call, selection,
                        D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, RAGGED,
                        MASKS, FEATURES, USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE,
                        WANT_A, WANT_C, WANT_TA, WANT_TC)),

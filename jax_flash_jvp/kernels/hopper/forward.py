@@ -19,13 +19,16 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     GROUP_ROWS,
     LN2,
     LOG2E,
+    LOWEST,
     accumulated,
     advance,
     barriers,
     clean,
+    end_of_items,
     halves,
     hide,
     increased,
+    item,
     key_bounds,
     load_resident,
     load_tile,
@@ -33,6 +36,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     masks,
     matrix,
     own_block,
+    part_at,
     parts,
     product_layout,
     reach,
@@ -43,26 +47,34 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     selected,
     settled,
     store_rows,
+    store_rows_from,
+    store_statistics,
     sums,
     tile_at,
     tiles,
     until,
     visits,
+    within,
     zeroed,
 )
 from jax_flash_jvp.kernels.portable.scores import has
 
-LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothing has been seen yet
+
+@gluon.jit
+def queries_of(i, call, ROWS: gl.constexpr, BN: gl.constexpr, FEATURES: gl.constexpr):
+    """(batch entry, query head, number of the block of queries, first and end of its tiles, place of results) of an `item`."""
+    n, HQ, LQ, LK = call[0], call[1], call[3], call[4]
+    block, first, end, place = item(i, call, gl.cdiv(LK, BN), FEATURES)
+    i_m, i_bh = own_block(block, n, gl.cdiv(LQ, ROWS), True, FEATURES)
+    return i_bh // HQ, i_bh % HQ, i_m, first, end, place
 
 
 @gluon.jit
 def own(i, call, selection, ROWS: gl.constexpr, BN: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr):
-    """(batch entry, query head, first query, what is seen, tiles to visit) of block number i."""
-    n, HQ, GROUP, LQ, LK, left, right = call
+    """(batch entry, query head, first query, what is seen, tiles to visit) of an `item`."""
+    _, HQ, GROUP, LQ, LK, left, right, _ = call
     n_m = gl.cdiv(LQ, ROWS)
-    i_m, i_bh = own_block(i, n, n_m, True, FEATURES)
-    i_b = i_bh // HQ
-    i_h = i_bh % HQ
+    i_b, i_h, i_m, first_tile, end_tile, _ = queries_of(i, call, ROWS, BN, FEATURES)
     q_row = i_m * ROWS
     query_end, key_end = reach(i_b, LQ, LK, selection[1], selection[2], FEATURES)
     start, first, whole, stop = key_bounds(q_row, ROWS, key_end, left, right, FEATURES)
@@ -71,6 +83,8 @@ def own(i, call, selection, ROWS: gl.constexpr, BN: gl.constexpr, MASKS: gl.cons
             stop = 0
     bounds = (start, first, whole, stop)
     tiles_of = visits(selection, i_b, i_h, HQ, GROUP, i_m, n_m, gl.cdiv(LK, BN), bounds, BN, MASKS, FEATURES)
+    if has(FEATURES, "shared"):
+        tiles_of = within(tiles_of, first_tile, end_tile, 0, 1)
     sight = selected(selection, i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES)
     return i_b, i_h, q_row, sight, tiles_of
 
@@ -104,7 +118,7 @@ def produce_block(
     first = 1
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
-            for t in range(tiles_of[MASKED]):
+            for t in range(tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]):
                 row = tile_at(t, tiles_of, MASKED, FEATURES) * BN
                 slot, phase = load_tile(k_d, tk_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TK)
                 slot, phase = load_tile(v_d, tv_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TV)
@@ -125,7 +139,8 @@ def produce(
     phase = 1
     q_phase = 1
     if has(FEATURES, "persistent"):
-        for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+        n_tiles = gl.cdiv(call[4], BN)
+        for i in range(gl.program_id(0), end_of_items(call, n_tiles, FEATURES), gl.num_programs(0)):
             slot, phase = produce_block(
                 i, q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
                 slot, phase, q_phase, BN, SLOTS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
@@ -187,13 +202,14 @@ def softmax(b_s, b_m, b_l, scale, SLACK: gl.constexpr):
 
 @gluon.jit
 def consume_dual(
-    w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row,
-    tiles_of, k_slot, k_phase, tick,
+    w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, SAVED, results, scale, call, sight, i, i_b, i_h, row, tiles_of,
+    k_slot, k_phase, tick,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     """If LINEAR, the tangent alone: P comes from the saved ℓ, so nothing is rescaled."""
+    HQ, LQ = call[1], call[3]
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
@@ -203,7 +219,7 @@ def consume_dual(
     SLACK: gl.constexpr = 8 if q_s.dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
     next_turn = turn.index((w + 1) % GROUPS)
     first_tick = tick
-    last_tick = tick + tiles_of[0] + tiles_of[1] - 1
+    last_tick = tick + tiles_of[1] - tiles_of[0] + tiles_of[3] - tiles_of[2] - 1
     if LINEAR:
         o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
         b_lse = gl.load(SAVED + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
@@ -216,7 +232,7 @@ def consume_dual(
     b_to = sums(C)
     for MASKED in gl.static_range(2):
         if not MASKED or MASKS:
-            for t in range(tiles_of[MASKED]):
+            for t in range(tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]):
                 j = tile_at(t, tiles_of, MASKED, FEATURES)
                 # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
                 q = matrix(q_s, w + (tick >> 30), GROUP_ROWS, D)
@@ -280,6 +296,9 @@ def consume_dual(
 
     if TURNS:
         mbarrier.arrive(next_turn, count=1, pred=tick > first_tick)
+    again = i if D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    i_b, i_h, i_m, _, _, place = queries_of(again, call, GROUPS * GROUP_ROWS, BN, FEATURES)
+    row = (i_m * GROUPS + w) * GROUP_ROWS
     if LINEAR:
         nothing = b_m == float("inf")
     else:
@@ -291,29 +310,43 @@ def consume_dual(
         if has(FEATURES, "empty"):
             b_o = zeroed(b_o, nothing)
             b_lse = gl.where(nothing, -float("inf"), b_lse)
-        store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
-        store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
     if has(FEATURES, "empty"):
         b_to = zeroed(b_to, nothing)
         b_c = gl.where(nothing, 0.0, b_c)
-    store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
-    store_statistics(MU, i_b * HQ + i_h, row, LQ, b_c, r_l)
+    O, LSE, TO, MU, PARTS = results
+    if place < 0:
+        if not LINEAR:
+            store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
+            store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
+        store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
+        store_statistics(MU, i_b * HQ + i_h, row, LQ, b_c, r_l)
+    if has(FEATURES, "shared"):
+        if place >= 0:
+            ROWS: gl.constexpr = GROUPS * GROUP_ROWS
+            part = part_at(PARTS, place, ROWS, 2, 2, C)
+            statistics = part + (2 * C * ROWS + w * GROUP_ROWS)
+            part += w * GROUP_ROWS * C
+            if HAS_O:
+                store_rows_from(part, C, GROUP_ROWS, b_o, C)
+            store_rows_from(part + ROWS * C, C, GROUP_ROWS, b_to, C)
+            store_part_statistics(statistics, b_l if LINEAR else b_lse, r_l)
+            store_part_statistics(statistics + ROWS, b_c, r_l)
     return k_slot, k_phase, tick
 
 
 @gluon.jit
-def store_statistics(X, i_bh, row, LQ, b_x, LAYOUT: gl.constexpr):
-    o_m = row + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
-    gl.store(X + i_bh.to(gl.int64) * LQ + o_m, b_x, mask=o_m < LQ)
+def store_part_statistics(X, b_x, LAYOUT: gl.constexpr):
+    gl.store(X + gl.arange(0, GROUP_ROWS, layout=LAYOUT), b_x)
 
 
 @gluon.jit
 def consume_plain(
-    w: gl.constexpr, q_s, ring, q_empty, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, row, tiles_of,
+    w: gl.constexpr, q_s, ring, q_empty, full, empty, turn, results, scale, call, sight, i, i_b, i_h, row, tiles_of,
     k_slot, k_phase, tick,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
+    HQ, LQ = call[1], call[3]
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
@@ -323,12 +356,12 @@ def consume_plain(
     b_o = sums(C)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     for MASKED in gl.static_range(2):
-        n = tiles_of[MASKED]
+        t_first, t_end = tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]
         # P is handed from one tile to the next but not from one loop to the other, where it would lose its packed registers
-        if (not MASKED or MASKS) and n > 0:
+        if (not MASKED or MASKS) and t_first < t_end:
             mbarrier.wait(full.index(k_slot), k_phase)
             k = matrix(ring, k_slot, BN, D)
-            j = tile_at(0, tiles_of, MASKED, FEATURES)
+            j = tile_at(t_first, tiles_of, MASKED, FEATURES)
             b_s = score_product(q, k, zero, False, C)
             seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
@@ -338,7 +371,7 @@ def consume_plain(
             b_o = scaled(b_o, alpha)
             p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
             v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
-            for t in range(1, n):
+            for t in range(t_first + 1, t_end):
                 v_row = j * BN
                 j = tile_at(t, tiles_of, MASKED, FEATURES)
                 k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
@@ -374,48 +407,58 @@ def consume_plain(
             mbarrier.arrive(empty.index(v_slot), count=1)
             k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
     mbarrier.arrive(q_empty.index(w), count=1)
+    again = i if D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    i_b, i_h, i_m, _, _, place = queries_of(again, call, GROUPS * GROUP_ROWS, BN, FEATURES)
+    row = (i_m * GROUPS + w) * GROUP_ROWS
     b_lse = (b_m + gl.log2(b_l)) * LN2
-    if has(FEATURES, "empty"):
+    if has(FEATURES, "empty") or has(FEATURES, "shared"):
         b_l = gl.where(b_l == 0.0, 1.0, b_l)
     b_o = scaled(b_o, 1.0 / b_l)
     if has(FEATURES, "empty"):
         nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
         b_lse = gl.where(nothing, -float("inf"), b_lse)
         b_o = zeroed(b_o, nothing)
-    store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
-    store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
+    O, LSE, _, _, PARTS = results
+    if place < 0:
+        store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
+        store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
+    if has(FEATURES, "shared"):
+        if place >= 0:
+            ROWS: gl.constexpr = GROUPS * GROUP_ROWS
+            part = part_at(PARTS, place, ROWS, 1, 1, C)
+            store_rows_from(part + w * GROUP_ROWS * C, C, GROUP_ROWS, b_o, C)
+            store_part_statistics(part + (C * ROWS + w * GROUP_ROWS), b_lse, r_l)
     return k_slot, k_phase, tick
 
 
 @gluon.jit
 def consume_block(
-    i, w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
+    i, w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
     k_slot, k_phase, tick, q_phase,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
-    HQ, LQ = call[1], call[3]
     i_b, i_h, q_row, sight, tiles_of = own(i, call, selection, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
     row = q_row + GROUP_ROWS * w
     mbarrier.wait(q_full.index(w), q_phase)
     if HAS_TQ or HAS_TK or HAS_TV:
         k_slot, k_phase, tick = consume_dual(
-            w, q_s, tq_s, ring, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, HQ, LQ, sight, i_b, i_h, row, tiles_of,
+            w, q_s, tq_s, ring, q_empty, full, empty, turn, SAVED, results, scale, call, sight, i, i_b, i_h, row, tiles_of,
             k_slot, k_phase, tick,
             D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
         )  # fmt: skip
     else:
         k_slot, k_phase, tick = consume_plain(
-            w, q_s, ring, q_empty, full, empty, turn, O, LSE, scale, HQ, LQ, sight, i_b, i_h, row, tiles_of, k_slot,
-            k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES,
+            w, q_s, ring, q_empty, full, empty, turn, results, scale, call, sight, i, i_b, i_h, row, tiles_of,
+            k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES,
         )  # fmt: skip
     return k_slot, k_phase, tick
 
 
 @gluon.jit
 def consume(
-    w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
+    w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     MASKS: gl.constexpr, FEATURES: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
@@ -425,17 +468,18 @@ def consume(
     tick = 0
     q_phase = 0
     if has(FEATURES, "persistent"):
-        for i in range(gl.program_id(0), call[0], gl.num_programs(0)):
+        n_tiles = gl.cdiv(call[4], BN)
+        for i in range(gl.program_id(0), end_of_items(call, n_tiles, FEATURES), gl.num_programs(0)):
             k_slot, k_phase, tick = consume_block(
-                i, w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
+                i, w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
                 k_slot, k_phase, tick, q_phase,
                 D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
             )  # fmt: skip
             q_phase ^= 1
     else:
         consume_block(
-            gl.program_id(0), w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call,
-            selection, k_slot, k_phase, tick, q_phase,
+            gl.program_id(0), w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
+            k_slot, k_phase, tick, q_phase,
             D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
         )  # fmt: skip
 
@@ -443,15 +487,16 @@ def consume(
 @gluon.jit
 def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,
-    scale, n, HQ, GROUP, LQ, LK, left, right,
-    O, LSE, TO, MU,
+    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole,
+    O, LSE, TO, MU, PARTS,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     FEATURES: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     """The program: its shared memory, its warps."""
     MASKS: gl.constexpr = masks(FEATURES, True, RAGGED)
-    call = (n, HQ, GROUP, LQ, LK, left, right)
+    call = (n, HQ, GROUP, LQ, LK, left, right, n_whole)
+    results = (O, LSE, TO, MU, PARTS)
     selection = (MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES)
     q_s = tiles(q_d, GROUPS)
     tq_s = tiles(q_d, GROUPS) if HAS_TQ else q_s
@@ -468,10 +513,10 @@ def forward(
     fence_async_shared()
     if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
+            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
+            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
@@ -479,13 +524,13 @@ def forward(
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
+            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
+            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (2, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, O, LSE, TO, MU, scale, call, selection,
+            (consume, (2, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
                        D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
                        HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
             (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,

@@ -1,12 +1,13 @@
 """The jobs of attention as launches of the Hopper kernels: the same functions as in `portable/jobs.py`, for what they serve."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 
 from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
+from jax_flash_jvp.kernels.hopper import merge as merge_kernels
 from jax_flash_jvp.kernels.hopper.pipeline import GROUP_ROWS
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
@@ -22,6 +23,9 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
+# Blocks that would leave multiprocessors without one at the end are shared by all programs, where that saves more tiles than
+# it costs: the ends of parts, and putting them together, so many rows a program.
+SHARING, MERGED_ROWS = 8, 16
 
 
 class Ring(NamedTuple):
@@ -33,15 +37,24 @@ class Ring(NamedTuple):
     groups: int = 2  # consumer warpgroups
 
 
+class Merge(NamedTuple):
+    """How parts of blocks are put together: the kernel, its constants, and how many arrays and statistics it reads."""
+
+    kernel: Any
+    constants: dict[str, bool]
+    arrays: int
+    statistics: int = 0
+
+
 # measured on an H200 at L = 8192, 96 at 72, but for the tangents alone at 32; keys are the width and, for the backward, whether
 # tangents of gradients are wanted
-FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(64, 6, True, 3), 128: Ring(128, 4, True)}
+FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(128, 4, True), 128: Ring(128, 4, True)}
 FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
     (32, "plain"): Ring(64, 8, True, 3), (32, "dual"): Ring(32, 16, False, 3), (32, "tangent"): Ring(64, 16, False),
-    (64, "plain"): Ring(64, 8, True, 3), (96, "plain"): Ring(64, 6, True), (128, "plain"): Ring(64, 6, True),
+    (64, "plain"): Ring(64, 8, False, 3), (96, "plain"): Ring(64, 6, True), (128, "plain"): Ring(64, 6, True),
     (64, "dual"): Ring(32, 16, False),
     (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
@@ -49,11 +62,12 @@ KEY_SIDE = {
 WITH_MASK = {
     Ring(32, 12, False): Ring(32, 10, False), Ring(32, 12, True): Ring(32, 10, True), Ring(64, 6, False): Ring(32, 10, True),
 }  # fmt: skip
+WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}  # warpgroups, where the tile is to be another one then
 VALUES_DUAL = {96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, False)}
 QUERY_SIDE = {
     (32, "plain"): Ring(64, 12, True, 3), (32, "dual"): Ring(64, 16, False), (32, "tangent"): Ring(64, 16, False),
-    (64, "plain"): Ring(64, 12, True, 3), (96, "plain"): Ring(64, 8, True, 3), (128, "plain"): Ring(128, 4, True),
+    (64, "plain"): Ring(64, 12, True, 3), (96, "plain"): Ring(64, 8, True, 3), (128, "plain"): Ring(64, 6, True, 3),
     (64, "dual"): Ring(64, 12, False), (96, "dual"): Ring(32, 12, False), (128, "dual"): Ring(32, 8, True),
     (64, "tangent"): Ring(64, 10, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(64, 6, False),
 }  # fmt: skip
@@ -122,6 +136,7 @@ class _Call:
         self.portable = portable._Call(launcher, problem, x)
         self.features = self.portable.features
         self.words = {*self.features.split()}
+        self.alike = not {"left", "right", "lengths", "tiles"} & self.words  # all blocks
         if (right or 0) < 0 or {"left", "lengths", "tiles"} & self.words:  # rows may see nothing
             self.features += " empty"
         self.scalars = (self.query_heads, group, self.query_length, self.key_length, left or 0, right or 0)
@@ -133,38 +148,77 @@ class _Call:
         length, heads = (self.key_length, self.key_heads) if by_key else (self.query_length, self.query_heads)
         return triton.cdiv(length, GROUP * groups) * self.batch * heads
 
+    def tiles(self, ring: Ring, by_key: bool) -> int:
+        """That a block visits."""
+        if by_key:
+            return triton.cdiv(self.query_length, ring.tile) * (self.query_heads // self.key_heads)
+        return triton.cdiv(self.key_length, ring.tile)
+
+    def rounds(self, ring: Ring, by_key: bool) -> tuple[float, bool]:
+        """How long all blocks take, as multiples of one, and whether all programs share the last of them for that."""
+        blocks, n_tiles = self.blocks(ring.groups, by_key), self.tiles(ring, by_key)
+        at_once = self.launcher.multiprocessors or 1
+        whole, shared = triton.cdiv(blocks, at_once), blocks / at_once + SHARING / n_tiles
+        if self.alike and shared < whole and blocks % at_once * n_tiles >= at_once:
+            return shared, True
+        return whole, False
+
     def ring(self, ring: Ring, by_key: bool = False) -> Ring:
         """For this call: the tile of a mask takes room, and blocks of which there are lists have a power of two of rows."""
         if {"mask:rows", "mask:columns"} <= self.words:
             ring = WITH_MASK.get(ring, ring)
-        at_once = self.launcher.multiprocessors or 1
-        # the time that they take
-        two, three = (triton.cdiv(self.blocks(groups, by_key), at_once) * groups for groups in (2, 3))
-        return ring._replace(groups=2) if "tiles" in self.words or two * PAIR_FOR_THREE < three else ring
+        if ring.groups == 3:
+            pair = WITH_TWO.get(ring, ring._replace(groups=2))
+            two, three = (self.rounds(r, by_key)[0] * r.groups for r in (pair, ring))
+            if "tiles" in self.words or two * PAIR_FOR_THREE < three:
+                return pair
+        return ring
 
-    def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, **constants):
-        """`outputs` that are None are not written: a placeholder stands for them."""
-        blocks = programs = self.blocks(ring.groups, by_key)
-        streamed = self.query_length * self.query_heads // self.key_heads if by_key else self.key_length
-        features, alike = self.features, not {"left", "right", "lengths", "tiles"} & self.words
+    def schedule(self, kernel, ring: Ring, by_key: bool) -> tuple[int, int, str]:
+        """(programs, blocks that one of them each computes, words for the kernel).  Blocks are alike where nothing but the
+        ragged end is masked."""
+        blocks = self.blocks(ring.groups, by_key)
         at_once = self.launcher.multiprocessors or blocks
-        if alike and streamed <= PERSISTENT[kernel.__name__] and blocks > at_once:
-            programs, features = at_once, f"{features} persistent"
-        rows = GROUP * ring.groups
+        if self.rounds(ring, by_key)[1]:
+            return at_once, blocks // at_once * at_once, " persistent shared"
+        if self.alike and blocks > at_once and self.tiles(ring, by_key) * ring.tile <= PERSISTENT[kernel.__name__]:
+            return at_once, blocks, " persistent"
+        return blocks, blocks, ""
+
+    def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, merge: Merge, **constants):
+        """`outputs` that are None are not written: a placeholder stands for them."""
+        programs, whole, words = self.schedule(kernel, ring, by_key)
+        blocks, rows = self.blocks(ring.groups, by_key), GROUP * ring.groups
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
-        x, placeholder, tiles = self.x, Output((1,), "float32"), None
+        x, placeholder, tiles, parts = self.x, Output((1,), "float32"), None, None
         if "tiles" in self.words:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
-        got = self.launcher.launch(
+        if whole < blocks:
+            floats = (programs + blocks - whole) * rows * (merge.arrays * self.head_dim + merge.statistics)
+            parts = Output((floats,), "float32")
+        *got, parts = self.launcher.launch(
             kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
-            (float(self.problem.scale), blocks, *self.scalars), [placeholder if o is None else o for o in outputs],
+            (float(self.problem.scale), blocks, *self.scalars, whole),
+            [placeholder if o is None else o for o in (*outputs, parts)],
             dict(
-                D=self.columns, C=self.head_dim, FEATURES=features, SLOTS=ring.slots, GROUPS=ring.groups, TURNS=ring.turns,
-                RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
+                D=self.columns, C=self.head_dim, FEATURES=self.features + words, SLOTS=ring.slots, GROUPS=ring.groups,
+                TURNS=ring.turns, RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
-        return tuple(None if o is None else a for o, a in zip(outputs, got, strict=True))
+        got = [None if o is None else a for o, a in zip(outputs, got, strict=True)]
+        if whole < blocks:
+            heads, length = (self.key_heads, self.key_length) if by_key else (self.query_heads, self.query_length)
+            places = [i for i, a in enumerate(got) if a is not None]
+            updated = self.launcher.launch(
+                merge.kernel, (blocks - whole) * (rows // MERGED_ROWS), (parts, *got),
+                (blocks, whole, programs, self.tiles(ring, by_key), heads, length), (),
+                dict(merge.constants, D=self.columns, C=self.head_dim, ROWS=rows, BM=MERGED_ROWS), WARPS, 1,
+                updates=[1 + i for i in places],
+            )  # fmt: skip
+            for i, a in zip(places, updated, strict=True):
+                got[i] = a
+        return tuple(got)
 
 
 def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):
@@ -185,8 +239,10 @@ def _forward(call: _Call, tx: Operands, saved=None):
         Rows(a if t is None else t, n, call.columns)
         for a, t, n in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
     ]
+    has_o = not linear or tx.query is not None or tx.key is not None
     return call.run(
         forward_kernels.forward, ring, False, rows, (saved,), (*(nothing if linear else y), *(y if dual else nothing)),
+        Merge(merge_kernels.merge_forward, dict(HAS_O=has_o, HAS_T=dual, LINEAR=linear), 1 + dual, 1 + dual),
         BN=ring.tile, HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None, LINEAR=linear,
     )  # fmt: skip
 
@@ -214,11 +270,12 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
             place(ta, GROUP, a), place(tc, GROUP, c), place(tb, ring.tile, b), place(te, ring.tile, e),
         )  # fmt: skip
         like = call.output if row else call.key_gradient
+        wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(
             backward_kernels.backward, ring, not row, descriptors, (lse2, mu, delta, t_delta),
-            [like if w else None for w in wants], T=ring.tile, ROW=row,
-            HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
-            WANT_A=wants[0], WANT_C=wants[1], WANT_TA=wants[2], WANT_TC=wants[3],
+            [like if w else None for w in wants], Merge(merge_kernels.merge_backward, wanted, sum(wants)),
+            T=ring.tile, ROW=row,
+            HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None, **wanted,
         )  # fmt: skip
 
     d = call.width

@@ -9,6 +9,7 @@ fewer of than its tiles, arrive as zeros.
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -21,9 +22,11 @@ from jax_flash_jvp.kernels.portable.scores import has, widths
 
 # renamed between Triton 3.6 and 3.9
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothing has been seen yet
 GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup
 TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 
@@ -243,6 +246,79 @@ def own_block(i, n, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
 
 
 @gluon.jit
+def share_of(p, programs, n_tiles):
+    """(first, end) of the tiles of program p, where all programs share n_tiles evenly."""
+    each = n_tiles // programs
+    more = n_tiles % programs
+    first = p * each + gl.minimum(p, more)
+    return first, first + each + gl.where(p < more, 1, 0)
+
+
+@gluon.jit
+def sharer(tile, programs, n_tiles):
+    """The program whose share that tile is in."""
+    each = n_tiles // programs
+    more = n_tiles % programs
+    if tile < more * (each + 1):
+        return tile // (each + 1)
+    else:
+        return (tile - more) // each
+
+
+@gluon.jit
+def end_of_items(call, n_tiles, FEATURES: gl.constexpr):
+    """A program computes the `item`s program_id, program_id + num_programs … below this, one after the other."""
+    n, n_whole = call[0], call[7]
+    if has(FEATURES, "shared"):
+        p, programs = gl.program_id(0), gl.num_programs(0)
+        first, end = share_of(p, programs, (n - n_whole) * n_tiles)
+        return n_whole + p + ((end - 1) // n_tiles - first // n_tiles + 1) * programs
+    else:
+        return n
+
+
+@gluon.jit
+def item(i, call, n_tiles, FEATURES: gl.constexpr):
+    """(block, first tile, end, place).  The first n_whole blocks, of n_tiles each, are one program's each.  The tiles of the
+    others, fewer than there are programs, are "shared" by all: a program has parts of one or two.  Results of a part go to a
+    place of their own, numbered as parts follow each other, from where `merge.py` takes them; those of a whole block, whose
+    place is -1, to where they belong."""
+    first = 0 * n_tiles
+    end = n_tiles
+    place = -1
+    if has(FEATURES, "shared"):
+        n, n_whole = call[0], call[7]
+        if i >= n_whole:
+            p, programs = gl.program_id(0), gl.num_programs(0)
+            share_first, share_end = share_of(p, programs, (n - n_whole) * n_tiles)
+            k = (i - n_whole) // programs
+            block = share_first // n_tiles + k
+            i = n_whole + block
+            first = gl.maximum(share_first - block * n_tiles, 0)
+            end = gl.minimum(share_end - block * n_tiles, n_tiles)
+            place = p + block
+    return i, first, end, place
+
+
+@gluon.jit
+def clamped(i, n):
+    return gl.minimum(gl.maximum(i, 0), n)
+
+
+@gluon.jit
+def within(tiles_of, first, end, i_g, group):
+    """Of the tiles that a block visits in the i_g-th of a group of heads, those among its tiles first … end, which are the whole
+    ones of all heads, then the masked ones; where there is no list of tiles and nothing but the ragged end is masked."""
+    _, plain, _, masked, start, span_first, span_end = tiles_of
+    before_plain = i_g * plain
+    before_masked = group * plain + i_g * masked
+    return (
+        clamped(first - before_plain, plain), clamped(end - before_plain, plain),
+        clamped(first - before_masked, masked), clamped(end - before_masked, masked), start, span_first, span_end,
+    )  # fmt: skip
+
+
+@gluon.jit
 def reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, FEATURES: gl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
     if has(FEATURES, "query_lengths"):
@@ -254,17 +330,17 @@ def reach(i_b, LQ, LK, Q_LENGTHS, K_LENGTHS, FEATURES: gl.constexpr):
 
 @gluon.jit
 def span(start, first, whole, stop, T: gl.constexpr, MASKS: gl.constexpr):
-    """(whole tiles, masked tiles, start, first, end) of a loop over the rows start … stop, of which first … whole are seen by
-    everybody: the tiles first … end - 1, which need no mask, come first; then those from `start` on, and those after."""
+    """(0, whole tiles, 0, masked tiles, start, first, end) of a loop over the rows start … stop, of which first … whole are seen
+    by everybody: the tiles first … end - 1, which need no mask, come first; then those from `start` on, and those after."""
     if MASKS:
         n = gl.maximum(gl.cdiv(stop, T), 0)
         start = gl.minimum(gl.maximum(start, 0) // T, n)
         first = gl.minimum(gl.maximum(gl.cdiv(first, T), start), n)
         end = gl.minimum(gl.maximum(gl.maximum(whole, 0) // T, first), n)
-        return end - first, first - start + n - end, start, first, end
+        return 0, end - first, 0, first - start + n - end, start, first, end
     else:
         n = gl.cdiv(stop, T)
-        return n, 0, 0, 0, n
+        return 0, n, 0, 0, 0, 0, n
 
 
 @gluon.jit
@@ -320,7 +396,7 @@ def visits(
         size = i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
         p_tiles = share(selection[5], i_b, i_h, HQ, GROUP, size, FEATURES, "tiles") + i_block * (n_tiles + 2)
         plain = gl.load(p_tiles)
-        return plain, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0
+        return 0, plain, 0, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0
     else:
         start, first, whole, stop = bounds
         return span(start, first, whole, stop, T, MASKS)
@@ -329,7 +405,7 @@ def visits(
 @gluon.jit
 def tile_at(t, tiles_of, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """The t-th of the tiles that everybody sees whole, or of the MASKED."""
-    plain, _, start, first, end = tiles_of
+    _, plain, _, _, start, first, end = tiles_of
     if has(FEATURES, "tiles"):
         return gl.load(start + (plain + t if MASKED else t))
     elif MASKED:
@@ -469,22 +545,35 @@ def load_resident(desc, i_b, i_h, row, bar, buffer, w: gl.constexpr):
 
 
 @gluon.jit
-def row_pointers(X, i_b, i_h, H, row, L, C: gl.constexpr, PART: gl.constexpr):
-    """Pointers to part of the rows of a warpgroup in a contiguous [B, L, H, C] array, and which elements exist."""
-    layout: gl.constexpr = product_layout(width(C, PART))
-    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout))
-    o_c = before(C, PART) + gl.arange(0, width(C, PART), layout=gl.SliceLayout(0, layout))
-    offset = ((i_b.to(gl.int64) * L + row) * H + i_h) * C
-    p_x = X + offset + gl.expand_dims((o_r - row) * (H * C), 1) + gl.expand_dims(o_c, 0)
-    m_x = gl.expand_dims(o_r < L, 1)
-    if before(C, PART) + width(C, PART) > C:
-        m_x = m_x & gl.expand_dims(o_c < C, 0)
-    return p_x, m_x
+def store_rows(X, i_b, i_h, H, row, L, b_x, C: gl.constexpr):
+    """From registers: the rows of a warpgroup, as far as they exist, in a contiguous [B, L, H, C] array."""
+    store_rows_from(X + ((i_b.to(gl.int64) * L + row) * H + i_h) * C, H * C, L - row, b_x, C)
 
 
 @gluon.jit
-def store_rows(X, i_b, i_h, H, row, L, b_x, C: gl.constexpr):
-    """From registers."""
+def store_rows_from(X, stride, n, b_x, C: gl.constexpr):
     for PART in gl.static_range(parts(C)):
-        p_x, m_x = row_pointers(X, i_b, i_h, H, row, L, C, PART)
-        gl.store(p_x, b_x[PART].to(X.dtype.element_ty), mask=m_x)
+        store_columns(X, stride, n, b_x[PART], C, PART)
+
+
+@gluon.jit
+def store_columns(X, stride, n, b_x, C: gl.constexpr, PART: gl.constexpr):
+    o_r = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, b_x.type.layout))
+    o_c = before(C, PART) + gl.arange(0, width(C, PART), layout=gl.SliceLayout(0, b_x.type.layout))
+    m_x = gl.expand_dims(o_r < n, 1)
+    if before(C, PART) + width(C, PART) > C:
+        m_x = m_x & gl.expand_dims(o_c < C, 0)
+    gl.store(X + gl.expand_dims(o_r * stride, 1) + gl.expand_dims(o_c, 0), b_x.to(X.dtype.element_ty), mask=m_x)
+
+
+@gluon.jit
+def store_statistics(X, i_bh, row, L, b_x, LAYOUT: gl.constexpr):
+    """Of the rows of a warpgroup, in a contiguous [B, H, L] array."""
+    o_r = row + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
+    gl.store(X + i_bh.to(gl.int64) * L + o_r, b_x, mask=o_r < L)
+
+
+@gluon.jit
+def part_at(PARTS, place, ROWS: gl.constexpr, SUMS: gl.constexpr, STATISTICS: gl.constexpr, C: gl.constexpr):
+    """Where the results of a part of a block are: so many [ROWS, C], then so many [ROWS], in float32."""
+    return PARTS + place * (ROWS * (SUMS * C + STATISTICS))
