@@ -129,7 +129,7 @@ def own(i, call, selection, GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.const
 @gluon.jit
 def visits_of_head(
     i_g, group, work, i_h, i_block, i_b, bounds, call, selection, GROUPS: gl.constexpr, T: gl.constexpr, ROW: gl.constexpr,
-    MASKS: gl.constexpr, FEATURES: gl.constexpr,
+    THROUGH_SHARED: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """The tiles to visit for a query head, the i_g-th of a group."""
     _, HQ, GROUP, LQ, LK, _, _, _ = call
@@ -137,7 +137,7 @@ def visits_of_head(
     n_tiles = gl.cdiv(LK if ROW else LQ, T)
     tiles_of = visits(selection, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, bounds, T, MASKS, FEATURES)
     if has(FEATURES, "shared"):
-        tiles_of = within(tiles_of, work[1], work[2], i_g, group)
+        tiles_of = within(tiles_of, work[1], work[2], i_g, group, THROUGH_SHARED)
     return tiles_of
 
 
@@ -193,7 +193,8 @@ def produce_block(
             for i_g in range(group):
                 i_h = i_stream + i_g
                 tiles_of = visits_of_head(
-                    i_g, group, work, i_a if ROW else i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW, MASKS, FEATURES
+                    i_g, group, work, i_a if ROW else i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW,
+                    THROUGH_SHARED, MASKS, FEATURES,
                 )  # fmt: skip
                 for t in range(tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]):
                     row = tile_at(t, tiles_of, MASKED, FEATURES) * T
@@ -308,7 +309,7 @@ def consume_block(
                 x_g = (i_b * HQ + i_stream + i_g).to(gl.int64) * LB
                 i_h = i_a if ROW else i_stream + i_g
                 tiles_of = visits_of_head(
-                    i_g, group, work, i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW, MASKS, FEATURES
+                    i_g, group, work, i_h, i_block, i_b, bounds, call, selection, GROUPS, T, ROW, THROUGH_SHARED, MASKS, FEATURES
                 )  # fmt: skip
                 sight = selected(selection, i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, call[5], call[6], FEATURES)
                 for t in range(tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]):
@@ -432,7 +433,7 @@ def consume_block(
                     tick += 1
     mbarrier.arrive(a_empty.index(i_w), count=1)
 
-    again = i if ROW and D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    again = i if D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
     work, i_block, i_b, i_a, _, _, _, _, _ = own(again, call, selection, GROUPS, T, ROW, FEATURES)
     a_start = (i_block * GROUPS + i_w) * GROUP_ROWS
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))

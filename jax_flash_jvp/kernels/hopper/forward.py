@@ -84,7 +84,7 @@ def own(i, call, selection, ROWS: gl.constexpr, BN: gl.constexpr, MASKS: gl.cons
     bounds = (start, first, whole, stop)
     tiles_of = visits(selection, i_b, i_h, HQ, GROUP, i_m, n_m, gl.cdiv(LK, BN), bounds, BN, MASKS, FEATURES)
     if has(FEATURES, "shared"):
-        tiles_of = within(tiles_of, first_tile, end_tile, 0, 1)
+        tiles_of = within(tiles_of, first_tile, end_tile, 0, 1, False)
     sight = selected(selection, i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES)
     return i_b, i_h, q_row, sight, tiles_of
 

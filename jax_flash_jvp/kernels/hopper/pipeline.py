@@ -306,16 +306,23 @@ def clamped(i, n):
 
 
 @gluon.jit
-def within(tiles_of, first, end, i_g, group):
+def within(tiles_of, first, end, i_g, group, FROM_ZERO: gl.constexpr):
     """Of the tiles that a block visits in the i_g-th of a group of heads, those among its tiles first … end, which are the whole
-    ones of all heads, then the masked ones; where there is no list of tiles and nothing but the ragged end is masked."""
+    ones of all heads, then the masked ones; where there is no list of tiles and nothing but the ragged end is masked.
+    FROM_ZERO: as loops that begin there, which takes a register less where the number of a tile is not needed."""
     _, plain, _, masked, start, span_first, span_end = tiles_of
     before_plain = i_g * plain
     before_masked = group * plain + i_g * masked
-    return (
-        clamped(first - before_plain, plain), clamped(end - before_plain, plain),
-        clamped(first - before_masked, masked), clamped(end - before_masked, masked), start, span_first, span_end,
-    )  # fmt: skip
+    plain_first = clamped(first - before_plain, plain)
+    plain_end = clamped(end - before_plain, plain)
+    masked_first = clamped(first - before_masked, masked)
+    masked_end = clamped(end - before_masked, masked)
+    if FROM_ZERO:
+        return (
+            0, plain_end - plain_first, 0, masked_end - masked_first, plain + masked_first, plain_first, plain_first
+        )  # fmt: skip
+    else:
+        return plain_first, plain_end, masked_first, masked_end, start, span_first, span_end
 
 
 @gluon.jit
