@@ -54,7 +54,7 @@ FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8,
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
     (32, "plain"): Ring(64, 8, True, 3), (32, "dual"): Ring(32, 16, False, 3), (32, "tangent"): Ring(64, 16, False),
-    (64, "plain"): Ring(64, 8, False, 3), (96, "plain"): Ring(64, 6, True), (128, "plain"): Ring(64, 6, True),
+    (64, "plain"): Ring(64, 8, True, 3), (96, "plain"): Ring(64, 6, True), (128, "plain"): Ring(64, 6, True),
     (64, "dual"): Ring(32, 16, False),
     (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
@@ -62,7 +62,8 @@ KEY_SIDE = {
 WITH_MASK = {
     Ring(32, 12, False): Ring(32, 10, False), Ring(32, 12, True): Ring(32, 10, True), Ring(64, 6, False): Ring(32, 10, True),
 }  # fmt: skip
-WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}  # warpgroups, where the tile is to be another one then
+# with two warpgroups another tile, and so where blocks are not alike
+WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
 VALUES_DUAL = {96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, False)}
 QUERY_SIDE = {
@@ -170,7 +171,7 @@ class _Call:
         if ring.groups == 3:
             pair = WITH_TWO.get(ring, ring._replace(groups=2))
             two, three = (self.rounds(r, by_key)[0] * r.groups for r in (pair, ring))
-            if "tiles" in self.words or two * PAIR_FOR_THREE < three:
+            if "tiles" in self.words or (ring in WITH_TWO and not self.alike) or two * PAIR_FOR_THREE < three:
                 return pair
         return ring
 
