@@ -35,6 +35,7 @@ class Ring(NamedTuple):
     slots: int
     turns: bool
     groups: int = 2  # consumer warpgroups
+    persistent: float = 1.0  # how much longer blocks take in programs that compute several, where they are long
 
 
 class Merge(NamedTuple):
@@ -54,7 +55,8 @@ FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8,
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
     (32, "plain"): Ring(64, 8, True, 3), (32, "dual"): Ring(32, 16, False, 3), (32, "tangent"): Ring(64, 16, False),
-    (64, "plain"): Ring(64, 8, True, 3), (96, "plain"): Ring(64, 6, True), (128, "plain"): Ring(64, 6, True),
+    (64, "plain"): Ring(64, 8, True, 3),
+    (96, "plain"): Ring(64, 6, True, persistent=1.04), (128, "plain"): Ring(64, 6, True, persistent=1.03),
     (64, "dual"): Ring(32, 16, False),
     (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
@@ -159,7 +161,7 @@ class _Call:
         """How long all blocks take, as multiples of one, and whether all programs share the last of them for that."""
         blocks, n_tiles = self.blocks(ring.groups, by_key), self.tiles(ring, by_key)
         at_once = self.launcher.multiprocessors or 1
-        whole, shared = triton.cdiv(blocks, at_once), blocks / at_once + SHARING / n_tiles
+        whole, shared = triton.cdiv(blocks, at_once), blocks / at_once * ring.persistent + SHARING / n_tiles
         if self.alike and shared < whole and blocks % at_once * n_tiles >= at_once:
             return shared, True
         return whole, False
