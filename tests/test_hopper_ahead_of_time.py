@@ -36,7 +36,7 @@ SPILL_MORE = {
 def last_launch(job, head_dim, kind, merge=False):
     recorder, length, batch = Recorder(90), {"causal-ragged": 1023, "shared": 8192}.get(kind, 1024), 4
     # of which all programs have as many blocks, or not
-    recorder.multiprocessors = {"whole": None, "persistent": 16}.get(kind, 132)
+    recorder.multiprocessors = {"whole": None, "persistent": 16, "shared": 100}.get(kind, 132)
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")
     o, statistic = array(8), shape(batch, 8, length, dtype="float32")
