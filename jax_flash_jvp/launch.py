@@ -238,19 +238,18 @@ class Interpreter(_Contiguous):
     def launch(
         self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
     ):
+        assert not updates  # of Hopper kernels alone
         present = [i for i in inputs if i is not None]
         slots = [0 if i is None else next(n for n, p in enumerate(present) if p is i) for i in inputs]
 
         def host(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
-            for i in updates:
-                arrays[slots[i]] = arrays[slots[i]].copy()
             poison = {"int32": -1}
             results = [np.full(o.shape, poison.get(o.dtype, np.nan), jnp.dtype(o.dtype)) for o in outputs]
             interpret.launch(kernel, (grid,), *[arrays[s] for s in slots], *scalars, *results, **constants)
-            return (*results, *(arrays[slots[i]] for i in updates))
+            return tuple(results)
 
-        return jax.pure_callback(host, tuple(_shapes([*outputs, *(inputs[i] for i in updates)])), *present)
+        return jax.pure_callback(host, tuple(_shapes(outputs)), *present)
 
 
 class JaxTriton(_Contiguous):
@@ -278,10 +277,13 @@ class JaxTriton(_Contiguous):
             aliases = {place: len(outputs) - len(updates) + n for n, place in enumerate(updates)}
             options.update(out_type=_shapes(outputs), backend_options=backend, input_output_aliases=aliases)
         else:  # a Python float would become fp64
+            assert not updates
             arguments += [np.float32(s) if isinstance(s, float) else s for s in scalars]
             options.update(out_shape=_shapes(outputs), enable_fp_fusion=True)
-        with warnings.catch_warnings():  # aliases are deprecated for references, which a rule of lowering cannot make
-            warnings.simplefilter("ignore", DeprecationWarning)
+        if not updates:
+            return self.jax_triton.triton_call(*arguments, **options, **constants)
+        with warnings.catch_warnings():  # deprecated for references, which a rule of lowering cannot make
+            warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
             return self.jax_triton.triton_call(*arguments, **options, **constants)
 
     def _descriptor(self, rows: Rows) -> Any:

@@ -385,6 +385,7 @@ class Launcher:
         given = [Descriptor(a) if isinstance(a, Rows) else Pointer(np.empty(0) if a is None else a) for a in inputs]
         numbers = [block(s) if isinstance(s, int) else np.float32(s) for s in scalars]
         place.late, place.programs = self.late, grid
-        for place.program in range(grid):
-            function(*given, *numbers, *map(Pointer, results), **constants)
+        with np.errstate(all="ignore"):
+            for place.program in range(grid):
+                function(*given, *numbers, *map(Pointer, results), **constants)
         return [*results, *(inputs[i] for i in updates)]

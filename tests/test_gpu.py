@@ -236,14 +236,15 @@ def test_jax_says_how_many_multiprocessors_there_are():
     assert JaxTriton().multiprocessors >= 66
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_memory_is_linear(head_dim):
+def test_memory_is_linear(head_dim, causal):
     """Beyond inputs and outputs: two float32 numbers a query row, what is saved for the backward, and parts of blocks that
-    programs share."""
+    programs share, which they do not under causality."""
     length, heads = 8192, 4
     x = tx = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16),) * 3
-    f = lambda *x: triton(*x)
-    parts = 2 * 192 * (2 * head_dim + 2) * 4 * (jax.devices()[0].core_count or 0)
+    f = lambda *x: triton(*x, is_causal=causal)
+    parts = 0 if causal else 2 * 192 * (2 * head_dim + 2) * 4 * (jax.devices()[0].core_count or 0)
     rows = 2 * 4 * length * heads + parts
 
     def temporaries(function, *args):
@@ -255,9 +256,10 @@ def test_memory_is_linear(head_dim):
     assert temporaries(lambda pull, g: pull(g), pull, x[0]) <= rows + 4096
 
 
-def test_same_bits_every_time():
-    x, tx, g = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), operands((2, 1000, 900, 8, 2, 64, True)))
-    for job in jobs(True).values():
+@pytest.mark.parametrize("shape", [(2, 1000, 900, 8, 2, 64, True), *SHARED[:2]], ids=name)
+def test_same_bits_every_time(shape):
+    x, tx, g = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), operands(shape))
+    for job in jobs(shape[-1]).values():
         run = jax.jit(lambda *a, j=job: j(triton, *a))
         first = jax.tree.map(np.asarray, run(x, tx, g))
         for _ in range(5):

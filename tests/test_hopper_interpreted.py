@@ -117,11 +117,12 @@ def patches(b, h, t, s, size=64):
 
 
 SHARED = {
-    "more-blocks": ((2, 250, 330, 4, 2, 64), 3),
-    "fewer-blocks": ((1, 140, 700, 1, 1, 64), 7),
-    "D128": ((1, 300, 290, 1, 1, 128), 5),
-    "D72": ((1, 260, 300, 2, 1, 72), 7),
-    "three-warpgroups": ((1, 700, 400, 1, 1, 64), 3),
+    "more-blocks": ((2, 250, 330, 4, 2, 64), 3, False),
+    "fewer-blocks": ((1, 140, 700, 1, 1, 64), 7, False),
+    "D128": ((1, 300, 290, 1, 1, 128), 5, False),
+    "D72": ((1, 260, 300, 2, 1, 72), 7, False),
+    "three-warpgroups": ((1, 700, 400, 1, 1, 64), 3, False),
+    "whole-tiles-late": ((1, 256, 384, 1, 1, 64), 5, True),
 }
 
 
@@ -131,11 +132,24 @@ def shared_always(monkeypatch):
 
 
 @pytest.mark.usefixtures("shared_always")
-@pytest.mark.parametrize(("shape", "multiprocessors"), SHARED.values(), ids=SHARED)
-def test_blocks_that_programs_share(shape, multiprocessors):
-    launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors)
+@pytest.mark.parametrize(("shape", "multiprocessors", "late"), SHARED.values(), ids=SHARED)
+def test_blocks_that_programs_share(shape, multiprocessors, late):
+    launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors, late=late)
     check(problem(shape[-1], False), *operands(shape), launcher=launcher)
     assert {"merge_forward", "merge_backward"} <= launcher.launched
+
+
+@pytest.mark.usefixtures("shared_always")
+def test_parts_that_see_nothing():
+    """The scores of the first keys are −∞, so that those programs have no sum to divide by."""
+    x, _ = operands((1, 128, 512, 1, 1, 64))
+    x = x._replace(query=np.abs(x.query))
+    x.key[:, :256] = -np.inf
+    got = jobs.forward(gluon_on_numpy.Launcher(multiprocessors=3), problem(64, False), x)[0]
+    x.key[:, :256], x.value[:, :256] = -1e3, 0  # as good as hidden
+    alone = jobs.forward(gluon_on_numpy.Launcher(multiprocessors=3), problem(64, False), x)[0]
+    assert np.isfinite(np.float32(got)).all()
+    np.testing.assert_allclose(np.float32(got), np.float32(alone), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.usefixtures("shared_always")
@@ -152,6 +166,7 @@ SHARED_MUTANTS = {
     "part-in-another-place": ("place = p + block", "place = p"),
     "last-part-left-out": ("for p in range(first, last + 1):", "for p in range(first, last):"),
     "weights-ignored": ("b_o = old * b_o + new * b_x", "b_o = b_o + b_x"),
+    "sums-not-rescaled": ("b_sum *= gl.exp2((b_m - m_new) * LOG2E)", "pass"),
     "mean-ignored": ("b_tx += gl.expand_dims(b_c - b_mu - step, 1) * b_x", "pass"),
     "mean-of-the-parts-before-ignored": ("b_to -= gl.expand_dims(step, 1) * b_o", "pass"),
 }
@@ -275,6 +290,7 @@ MUTANTS = {  # and whether it takes late copies to notice
         "mbarrier.arrive(next_turn, count=1)",
         False,
     ),
+    "statistics-not-waited-for": ("mbarrier.wait(s_full.index(stage), s_phase)", "pass", True),
     "statistics-overwritten": ("mbarrier.wait(s_empty.index(stage), s_phase)", "pass", True),
     "mu-dropped": ("b_to = increased(b_to, back, b_o)", "pass", False),
     "mu-dropped-backward": ("b_ts -= mu * per_scale", "pass", False),

@@ -35,11 +35,11 @@ class Ring(NamedTuple):
     slots: int
     turns: bool
     groups: int = 2  # consumer warpgroups
-    persistent: float = 1.0  # how much longer blocks take in programs that compute several, where they are long
+    slowdown: float = 1.0  # of all blocks, where programs share the last
 
 
 class Merge(NamedTuple):
-    """How parts of blocks are put together: the kernel, its constants, and how many arrays and statistics it reads."""
+    """How parts of blocks are put together: the kernel, its constants, and how many arrays and statistics a part has."""
 
     kernel: Any
     constants: dict[str, bool]
@@ -56,7 +56,7 @@ FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8,
 KEY_SIDE = {
     (32, "plain"): Ring(64, 8, True, 3), (32, "dual"): Ring(32, 16, False, 3), (32, "tangent"): Ring(64, 16, False),
     (64, "plain"): Ring(64, 8, True, 3),
-    (96, "plain"): Ring(64, 6, True, persistent=1.04), (128, "plain"): Ring(64, 6, True, persistent=1.03),
+    (96, "plain"): Ring(64, 6, True, slowdown=1.04), (128, "plain"): Ring(64, 6, True, slowdown=1.03),
     (64, "dual"): Ring(32, 16, False),
     (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
 }  # fmt: skip
@@ -161,13 +161,14 @@ class _Call:
         """How long all blocks take, as multiples of one, and whether all programs share the last of them for that."""
         blocks, n_tiles = self.blocks(ring.groups, by_key), self.tiles(ring, by_key)
         at_once = self.launcher.multiprocessors or 1
-        whole, shared = triton.cdiv(blocks, at_once), blocks / at_once * ring.persistent + SHARING / n_tiles
+        whole, shared = triton.cdiv(blocks, at_once), blocks / at_once * ring.slowdown + SHARING / n_tiles
         if self.alike and shared < whole and blocks % at_once * n_tiles >= at_once:
             return shared, True
         return whole, False
 
     def ring(self, ring: Ring, by_key: bool = False) -> Ring:
-        """For this call: the tile of a mask takes room, and blocks of which there are lists have a power of two of rows."""
+        """For this call: the tile of a mask takes room, blocks of which there are lists have a power of two of rows, and two
+        warpgroups may leave fewer multiprocessors without a block than three."""
         if {"mask:rows", "mask:columns"} <= self.words:
             ring = WITH_MASK.get(ring, ring)
         if ring.groups == 3:

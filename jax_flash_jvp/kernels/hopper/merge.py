@@ -4,8 +4,8 @@ Of parts of a softmax, each over some of the keys, with their (o, ℓ, ȯ, μ):
 
     ℓ = log Σᵢ exp ℓᵢ      aᵢ = exp(ℓᵢ − ℓ)      o = Σᵢ aᵢ oᵢ      μ = Σᵢ aᵢ μᵢ      ȯ = Σᵢ aᵢ (ȯᵢ + (μᵢ − μ) oᵢ)
 
-one after the other.  The tangent alone has P from the saved ℓ: its parts are sums as they are, and ΣP in the place of ℓᵢ.
-Gradients are added up.
+one after the other, with ℓ, o, μ and ȯ of those so far.  The tangent alone has P from the saved ℓ: its parts are sums as they
+are, and ΣP in the place of ℓᵢ.  Gradients are added up.
 """
 
 from triton.experimental import gluon
@@ -54,7 +54,8 @@ def merge_forward(
     block, o_r = rows_of(ROWS, BM, r_l)
     o_c = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     first, last = sharers(block, programs, n_tiles, n - n_whole)
-    b_lse = gl.full([BM], 0.0 if LINEAR else -float("inf"), gl.float32, r_l)
+    b_m = gl.full([BM], LOWEST, gl.float32, r_l)
+    b_sum = gl.zeros([BM], gl.float32, r_l)
     b_mu = gl.zeros([BM], gl.float32, r_l)
     b_o = gl.zeros([BM, D], gl.float32, layout)
     b_to = gl.zeros([BM, D], gl.float32, layout)
@@ -66,20 +67,21 @@ def merge_forward(
         if HAS_T:
             b_tx = load_rows(part + ROWS * C, o_r, o_c, C)
             b_c = gl.load(part + (N * C + 1) * ROWS + o_r)
+        if not LINEAR:
+            m_new = gl.maximum(b_m, b_l)
+            b_sum *= gl.exp2((b_m - m_new) * LOG2E)
+            b_l = gl.exp2((b_l - m_new) * LOG2E)
+            b_m = m_new
+        b_sum += b_l
+        weight = b_l / gl.where(b_sum == 0.0, 1.0, b_sum)
         if LINEAR:
-            both = b_lse + b_l
-            share = b_l / gl.where(both == 0.0, 1.0, both)
             old = gl.full([BM, 1], 1.0, gl.float32, layout)
             new = old
         else:
-            b_m = gl.maximum(gl.maximum(b_lse, b_l), LOWEST)
-            both = b_m + gl.log2(gl.exp2((b_lse - b_m) * LOG2E) + gl.exp2((b_l - b_m) * LOG2E)) * LN2
-            share = gl.exp2((b_l - both) * LOG2E)
-            old = gl.expand_dims(gl.exp2((b_lse - both) * LOG2E), 1)
-            new = gl.expand_dims(share, 1)
-        b_lse = both
+            old = gl.expand_dims(1.0 - weight, 1)
+            new = gl.expand_dims(weight, 1)
         if HAS_T:
-            step = share * (b_c - b_mu)  # of μ
+            step = weight * (b_c - b_mu)  # of μ
             if HAS_O:
                 b_to -= gl.expand_dims(step, 1) * b_o
                 b_tx += gl.expand_dims(b_c - b_mu - step, 1) * b_x
@@ -93,7 +95,7 @@ def merge_forward(
     m_x = row + o_r < L
     if not LINEAR:
         store(O, i_bh, H, row, L, o_r, o_c, b_o, C)
-        gl.store(LSE + x, b_lse, mask=m_x)
+        gl.store(LSE + x, b_m + gl.log2(b_sum) * LN2, mask=m_x)
     if HAS_T:
         store(TO, i_bh, H, row, L, o_r, o_c, b_to, C)
         gl.store(MU + x, b_mu, mask=m_x)

@@ -309,7 +309,8 @@ def clamped(i, n):
 def within(tiles_of, first, end, i_g, group, FROM_ZERO: gl.constexpr):
     """Of the tiles that a block visits in the i_g-th of a group of heads, those among its tiles first … end, which are the whole
     ones of all heads, then the masked ones; where there is no list of tiles and nothing but the ragged end is masked.
-    FROM_ZERO: as loops that begin there, which takes a register less where the number of a tile is not needed."""
+    FROM_ZERO: of a side that masks none, as loops that begin there, which takes a register less where the number of a tile is
+    not needed."""
     _, plain, _, masked, start, span_first, span_end = tiles_of
     before_plain = i_g * plain
     before_masked = group * plain + i_g * masked
@@ -318,9 +319,7 @@ def within(tiles_of, first, end, i_g, group, FROM_ZERO: gl.constexpr):
     masked_first = clamped(first - before_masked, masked)
     masked_end = clamped(end - before_masked, masked)
     if FROM_ZERO:
-        return (
-            0, plain_end - plain_first, 0, masked_end - masked_first, plain + masked_first, plain_first, plain_first
-        )  # fmt: skip
+        return 0, plain_end - plain_first, 0, 0, 0, plain_first, plain_first
     else:
         return plain_first, plain_end, masked_first, masked_end, start, span_first, span_end
 
