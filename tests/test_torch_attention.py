@@ -586,14 +586,19 @@ class Describing:
     def strides(self, array):
         return array.stride()
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+    def launch(
+        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
+    ):
         from torch_bridge.launch import _descriptor
 
         self.kernels.append(kernel.fn.__module__)
         for array in inputs:
             if isinstance(array, Rows):
                 _descriptor(array)
-        return [torch.empty(o.shape, dtype=getattr(torch, o.dtype)) for o in outputs]
+        return [
+            *(torch.empty(o.shape, dtype=getattr(torch, o.dtype)) for o in outputs),
+            *(inputs[i] for i in updates),
+        ]
 
 
 COTANGENTS = {
