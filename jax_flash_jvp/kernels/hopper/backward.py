@@ -41,7 +41,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     masks,
     matrix,
     own_block,
-    part_at,
+    part_rows,
     parts,
     product_layout,
     reach,
@@ -460,15 +460,14 @@ def consume_block(
         if place >= 0:
             ROWS: gl.constexpr = GROUPS * GROUP_ROWS
             ALL: gl.constexpr = WANT_A + WANT_C + WANT_TA + WANT_TC
-            part = part_at(PARTS, place, ROWS, ALL, 0, C) + i_w * GROUP_ROWS * C
             if WANT_A:
-                store_rows_from(part, C, GROUP_ROWS, b_da, C)
+                store_rows_from(part_rows(PARTS, place, 0, i_w, ROWS, ALL, 0, C), C, GROUP_ROWS, b_da, C)
             if WANT_C:
-                store_rows_from(part + WANT_A * (ROWS * C), C, GROUP_ROWS, b_dc, C)
+                store_rows_from(part_rows(PARTS, place, WANT_A, i_w, ROWS, ALL, 0, C), C, GROUP_ROWS, b_dc, C)
             if WANT_TA:
-                store_rows_from(part + (WANT_A + WANT_C) * (ROWS * C), C, GROUP_ROWS, b_tda, C)
+                store_rows_from(part_rows(PARTS, place, WANT_A + WANT_C, i_w, ROWS, ALL, 0, C), C, GROUP_ROWS, b_tda, C)
             if WANT_TC:
-                store_rows_from(part + (ALL - 1) * (ROWS * C), C, GROUP_ROWS, b_tdc, C)
+                store_rows_from(part_rows(PARTS, place, ALL - 1, i_w, ROWS, ALL, 0, C), C, GROUP_ROWS, b_tdc, C)
     return b_slot, b_phase, stage, s_phase, tick
 
 

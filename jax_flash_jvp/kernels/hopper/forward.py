@@ -36,7 +36,8 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     masks,
     matrix,
     own_block,
-    part_at,
+    part_rows,
+    part_statistic,
     parts,
     product_layout,
     reach,
@@ -323,20 +324,13 @@ def consume_dual(
     if has(FEATURES, "shared"):
         if place >= 0:
             ROWS: gl.constexpr = GROUPS * GROUP_ROWS
-            part = part_at(PARTS, place, ROWS, 2, 2, C)
-            statistics = part + (2 * C * ROWS + w * GROUP_ROWS)
-            part += w * GROUP_ROWS * C
             if HAS_O:
-                store_rows_from(part, C, GROUP_ROWS, b_o, C)
-            store_rows_from(part + ROWS * C, C, GROUP_ROWS, b_to, C)
-            store_part_statistics(statistics, b_l if LINEAR else b_lse, r_l)
-            store_part_statistics(statistics + ROWS, b_c, r_l)
+                store_rows_from(part_rows(PARTS, place, 0, w, ROWS, 2, 2, C), C, GROUP_ROWS, b_o, C)
+            store_rows_from(part_rows(PARTS, place, 1, w, ROWS, 2, 2, C), C, GROUP_ROWS, b_to, C)
+            o_r = gl.arange(0, GROUP_ROWS, layout=r_l)
+            gl.store(part_statistic(PARTS, place, 0, w, ROWS, 2, 2, C) + o_r, b_l if LINEAR else b_lse)
+            gl.store(part_statistic(PARTS, place, 1, w, ROWS, 2, 2, C) + o_r, b_c)
     return k_slot, k_phase, tick
-
-
-@gluon.jit
-def store_part_statistics(X, b_x, LAYOUT: gl.constexpr):
-    gl.store(X + gl.arange(0, GROUP_ROWS, layout=LAYOUT), b_x)
 
 
 @gluon.jit
@@ -425,9 +419,8 @@ def consume_plain(
     if has(FEATURES, "shared"):
         if place >= 0:
             ROWS: gl.constexpr = GROUPS * GROUP_ROWS
-            part = part_at(PARTS, place, ROWS, 1, 1, C)
-            store_rows_from(part + w * GROUP_ROWS * C, C, GROUP_ROWS, b_o, C)
-            store_part_statistics(part + (C * ROWS + w * GROUP_ROWS), b_lse, r_l)
+            store_rows_from(part_rows(PARTS, place, 0, w, ROWS, 1, 1, C), C, GROUP_ROWS, b_o, C)
+            gl.store(part_statistic(PARTS, place, 0, w, ROWS, 1, 1, C) + gl.arange(0, GROUP_ROWS, layout=r_l), b_lse)
     return k_slot, k_phase, tick
 
 

@@ -11,7 +11,7 @@ are, and ΣP in the place of ℓᵢ.  Gradients are added up.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jax_flash_jvp.kernels.hopper.pipeline import LN2, LOG2E, LOWEST, part_at, sharer
+from jax_flash_jvp.kernels.hopper.pipeline import LN2, LOG2E, LOWEST, part_rows, part_statistic, sharer
 
 
 @gluon.jit
@@ -60,13 +60,12 @@ def merge_forward(
     b_o = gl.zeros([BM, D], gl.float32, layout)
     b_to = gl.zeros([BM, D], gl.float32, layout)
     for p in range(first, last + 1):
-        part = part_at(PARTS, p + block, ROWS, N, N, C)
-        b_l = gl.load(part + N * C * ROWS + o_r)
+        b_l = gl.load(part_statistic(PARTS, p + block, 0, 0, ROWS, N, N, C) + o_r)
         if HAS_O:
-            b_x = load_rows(part, o_r, o_c, C)
+            b_x = load_rows(part_rows(PARTS, p + block, 0, 0, ROWS, N, N, C), o_r, o_c, C)
         if HAS_T:
-            b_tx = load_rows(part + ROWS * C, o_r, o_c, C)
-            b_c = gl.load(part + (N * C + 1) * ROWS + o_r)
+            b_tx = load_rows(part_rows(PARTS, p + block, 1, 0, ROWS, N, N, C), o_r, o_c, C)
+            b_c = gl.load(part_statistic(PARTS, p + block, 1, 0, ROWS, N, N, C) + o_r)
         if not LINEAR:
             m_new = gl.maximum(b_m, b_l)
             b_sum *= gl.exp2((b_m - m_new) * LOG2E)
@@ -113,7 +112,7 @@ def merge_sum(
     first, last = sharers(block, programs, n_tiles, n - n_whole)
     b_x = gl.zeros([BM, D], gl.float32, layout)
     for p in range(first, last + 1):
-        b_x += load_rows(part_at(PARTS, p + block, ROWS, N, 0, C) + I * ROWS * C, o_r, o_c, C)
+        b_x += load_rows(part_rows(PARTS, p + block, I, 0, ROWS, N, 0, C), o_r, o_c, C)
     n_m = gl.cdiv(L, ROWS)
     store(X, (n_whole + block) // n_m, H, (n_whole + block) % n_m * ROWS, L, o_r, o_c, b_x, C)
 

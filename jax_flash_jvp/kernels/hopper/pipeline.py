@@ -580,6 +580,19 @@ def store_statistics(X, i_bh, row, L, b_x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def part_at(PARTS, place, ROWS: gl.constexpr, SUMS: gl.constexpr, STATISTICS: gl.constexpr, C: gl.constexpr):
-    """Where the results of a part of a block are: so many [ROWS, C], then so many [ROWS], in float32."""
-    return PARTS + place * (ROWS * (SUMS * C + STATISTICS))
+def part_rows(
+    PARTS, place, I: gl.constexpr, w: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr, STATISTICS: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Where a warpgroup's rows of the I-th array of a part of a block are: it has SUMS [ROWS, C], then STATISTICS [ROWS], in
+    float32."""
+    return PARTS + place * (ROWS * (SUMS * C + STATISTICS)) + (I * ROWS + w * GROUP_ROWS) * C
+
+
+@gluon.jit
+def part_statistic(
+    PARTS, place, I: gl.constexpr, w: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr, STATISTICS: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """The same of the I-th statistic."""
+    return PARTS + place * (ROWS * (SUMS * C + STATISTICS)) + (SUMS * C + I) * ROWS + w * GROUP_ROWS
