@@ -18,6 +18,7 @@ One convention holds throughout: y and ty are functions of x and tx, and get no 
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function  # private
+from torch.autograd.function import _SingleLevelFunction  # private: what torch.func makes of a Function for one level
 
 from torch_bridge import reference
 from torch_bridge.operators import case_of, compute, library, ops, outside_dynamo, split
@@ -80,13 +81,9 @@ def _below(name, *args):
         return compute(name, *args) if direct else getattr(ops, name)(*args)
 
 
-class _Record(torch.autograd.Function):
-    """Gives computed `outputs` the reverse rule pullback(inputs, outputs, kept, cotangents, wanted)."""
-
-    @classmethod
-    def apply(cls, *args):  # at this level only: Function.apply would visit every level
-        with enable_single_level_autograd_function():
-            return super(torch.autograd.Function, cls).apply(*args)
+class _Record(_SingleLevelFunction):
+    """Gives computed `outputs` the reverse rule pullback(inputs, outputs, kept, cotangents, wanted), at this level only: a
+    Function would visit every level."""
 
     @staticmethod
     def forward(ctx, pullback, outputs, kept, *inputs):
@@ -109,7 +106,8 @@ def _record(pullback, outputs, inputs, kept=()):
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         if _in_mode(_VMAP_MODE) and any(t is not None and p.requires_grad for p, t in zip(*_unpack(kept), strict=True)):
             raise RuntimeError(VECTORIZED)
-        return _Record.apply(pullback, tuple(outputs), kept, *inputs)
+        with enable_single_level_autograd_function():
+            return _Record.apply(pullback, tuple(outputs), kept, *inputs)
     return outputs
 
 
