@@ -7,162 +7,170 @@ to the next tile's scores, so that one computes while the others multiply.  Tile
 those that need a mask.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from jax_flash_jvp.kernels.hopper.pipeline import (
+    Cursor,
+    advance,
+    barriers,
+    clean,
+    give_back,
+    load_resident,
+    load_tile,
+    matrix,
+    tiles,
+    wait,
+)
+from jax_flash_jvp.kernels.hopper.products import (
     GROUP_ROWS,
     LN2,
     LOG2E,
     LOWEST,
     accumulated,
-    advance,
-    barriers,
-    clean,
-    end_of_items,
     halves,
-    hide,
     increased,
-    item,
-    key_bounds,
-    load_resident,
-    load_tile,
-    looked_up,
-    masks,
-    matrix,
-    own_block,
-    part_rows,
-    part_statistic,
     parts,
     product_layout,
-    reach,
     rescaled,
     row_dot,
     scaled,
     score_product,
-    selected,
     settled,
     store_rows,
     store_rows_from,
     store_statistics,
     sums,
-    tile_at,
-    tiles,
-    until,
-    visits,
-    within,
     zeroed,
 )
+from jax_flash_jvp.kernels.hopper.visibility import (
+    Bounds,
+    Selection,
+    hide,
+    key_bounds,
+    looked_up,
+    masks,
+    range_of,
+    reach,
+    selected,
+    tile_at,
+    until,
+    visits_of,
+    within,
+)
+from jax_flash_jvp.kernels.hopper.work import Call, end_of_items, item, own_block, part_rows, part_statistic
 from jax_flash_jvp.kernels.portable.scores import has
 
-
-@gluon.jit
-def queries_of(i, call, ROWS: gl.constexpr, BN: gl.constexpr, FEATURES: gl.constexpr):
-    """(batch entry, query head, number of the block of queries, first and end of its tiles, place of results) of an `item`."""
-    n, HQ, LQ, LK = call[0], call[1], call[3], call[4]
-    block, first, end, place = item(i, call, gl.cdiv(LK, BN), FEATURES)
-    i_m, i_bh = own_block(block, n, gl.cdiv(LQ, ROWS), True, FEATURES)
-    return i_bh // HQ, i_bh % HQ, i_m, first, end, place
+Options = namedtuple("Options", "D C BN SLOTS GROUPS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")  # constants
+Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors
+Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn")  # shared: resident rows, the ring, barriers
+Results = namedtuple("Results", "O LSE TO MU PARTS")
+# an `item`: batch entry, query head, first query (then that of a warpgroup), what is seen, tiles to visit
+Block = namedtuple("Block", "i_b i_h row sight visits")
 
 
 @gluon.jit
-def own(i, call, selection, ROWS: gl.constexpr, BN: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr):
-    """(batch entry, query head, first query, what is seen, tiles to visit) of an `item`."""
-    _, HQ, GROUP, LQ, LK, left, right, _ = call
-    n_m = gl.cdiv(LQ, ROWS)
-    i_b, i_h, i_m, first_tile, end_tile, _ = queries_of(i, call, ROWS, BN, FEATURES)
+def tiles_in_all(call, options):
+    """Of a block."""
+    return gl.cdiv(call.LK, options.BN)
+
+
+@gluon.jit
+def queries_of(i, call, options):
+    """(batch entry, query head, number of the block of queries, its `item`)."""
+    work = item(i, call, tiles_in_all(call, options), options.FEATURES)
+    n_m = gl.cdiv(call.LQ, options.GROUPS * GROUP_ROWS)
+    i_m, i_bh = own_block(work.block, call.n, n_m, True, options.FEATURES)
+    return i_bh // call.HQ, i_bh % call.HQ, i_m, work
+
+
+@gluon.jit
+def own(i, call, selection, options):
+    BN: gl.constexpr = options.BN
+    FEATURES: gl.constexpr = options.FEATURES
+    ROWS: gl.constexpr = options.GROUPS * GROUP_ROWS
+    i_b, i_h, i_m, work = queries_of(i, call, options)
     q_row = i_m * ROWS
-    query_end, key_end = reach(i_b, LQ, LK, selection[1], selection[2], FEATURES)
-    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, left, right, FEATURES)
+    query_end, key_end = reach(i_b, call, selection, FEATURES)
+    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, call, FEATURES)
     if has(FEATURES, "query_lengths"):
         if q_row >= query_end:
             stop = 0
-    bounds = (start, first, whole, stop)
-    tiles_of = visits(selection, i_b, i_h, HQ, GROUP, i_m, n_m, gl.cdiv(LK, BN), bounds, BN, MASKS, FEATURES)
+    bounds = Bounds(start, first, whole, stop)
+    n_m, n_tiles = gl.cdiv(call.LQ, ROWS), tiles_in_all(call, options)
+    visits = visits_of(selection, i_b, i_h, call, i_m, n_m, n_tiles, bounds, BN, options.MASKS, FEATURES)
     if has(FEATURES, "shared"):
-        tiles_of = within(tiles_of, first_tile, end_tile, 0, 1, False)
-    sight = selected(selection, i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES)
-    return i_b, i_h, q_row, sight, tiles_of
+        visits = within(visits, work, 0, 1, False)
+    sight = selected(selection, i_b, i_h, call, query_end, key_end, FEATURES)
+    return Block(i_b, i_h, q_row, sight, visits)
 
 
 @gluon.jit
-def load_queries(
-    q_d, tq_d, i_b, i_h, row, q_s, tq_s, q_full, q_empty, phase, GROUPS: gl.constexpr, HAS_TQ: gl.constexpr
-):
-    for w in gl.static_range(GROUPS):
-        bar = q_full.index(w)
-        mbarrier.wait(q_empty.index(w), phase)
-        mbarrier.expect(bar, (2 if HAS_TQ else 1) * q_d.block_type.nbytes)
-        load_resident(q_d, i_b, i_h, row, bar, q_s, w)
+def load_queries(arrays, i_b, i_h, row, memory, phase, options):
+    HAS_TQ: gl.constexpr = options.HAS_TQ
+    for w in gl.static_range(options.GROUPS):
+        bar = memory.q_full.index(w)
+        mbarrier.wait(memory.q_empty.index(w), phase)
+        mbarrier.expect(bar, (2 if HAS_TQ else 1) * arrays.q.block_type.nbytes)
+        load_resident(arrays.q, i_b, i_h, row, bar, memory.q, w)
         if HAS_TQ:
-            load_resident(tq_d, i_b, i_h, row, bar, tq_s, w)
+            load_resident(arrays.tq, i_b, i_h, row, bar, memory.tq, w)
 
 
 @gluon.jit
-def produce_block(
-    i, q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection, slot, phase,
-    q_phase,
-    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
-):  # fmt: skip
-    i_b, i_h, q_row, _, tiles_of = own(i, call, selection, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
-    i_k = i_h // call[2]
+def produce_block(i, at, q_phase, arrays, memory, call, selection, options):
+    BN: gl.constexpr = options.BN
+    SLOTS: gl.constexpr = options.SLOTS
+    FEATURES: gl.constexpr = options.FEATURES
+    i_b, i_h, q_row, _, visits = own(i, call, selection, options)
+    i_k = i_h // call.GROUP
     # one block after the other: behind the first tiles, for which there is room while queries are still needed
     AFTER: gl.constexpr = has(FEATURES, "persistent")
     if not AFTER:
-        load_queries(q_d, tq_d, i_b, i_h, q_row, q_s, tq_s, q_full, q_empty, q_phase, GROUPS, HAS_TQ)
+        load_queries(arrays, i_b, i_h, q_row, memory, q_phase, options)
     first = 1
     for MASKED in gl.static_range(2):
-        if not MASKED or MASKS:
-            for t in range(tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]):
-                row = tile_at(t, tiles_of, MASKED, FEATURES) * BN
-                slot, phase = load_tile(k_d, tk_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TK)
-                slot, phase = load_tile(v_d, tv_d, i_b, i_k, row, ring, full, empty, slot, phase, BN, SLOTS, HAS_TV)
+        if not MASKED or options.MASKS:
+            t_first, t_end = range_of(visits, MASKED)
+            for t in range(t_first, t_end):
+                row = tile_at(t, visits, MASKED, FEATURES) * BN
+                at = load_tile(arrays.k, arrays.tk, i_b, i_k, row, memory, at, BN, SLOTS, options.HAS_TK)
+                at = load_tile(arrays.v, arrays.tv, i_b, i_k, row, memory, at, BN, SLOTS, options.HAS_TV)
                 if AFTER:
                     if first == 1:
-                        load_queries(q_d, tq_d, i_b, i_h, q_row, q_s, tq_s, q_full, q_empty, q_phase, GROUPS, HAS_TQ)
+                        load_queries(arrays, i_b, i_h, q_row, memory, q_phase, options)
                     first = 0
-    return slot, phase
+    return at
 
 
 @gluon.jit
-def produce(
-    q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
-    BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr,
-):  # fmt: skip
-    slot = 0
-    phase = 1
+def produce(arrays, memory, call, selection, options):
+    FEATURES: gl.constexpr = options.FEATURES
+    at = Cursor(0, 1)
     q_phase = 1
     if has(FEATURES, "persistent"):
-        n_tiles = gl.cdiv(call[4], BN)
-        for i in range(gl.program_id(0), end_of_items(call, n_tiles, FEATURES), gl.num_programs(0)):
-            slot, phase = produce_block(
-                i, q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
-                slot, phase, q_phase, BN, SLOTS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
-            )  # fmt: skip
+        end = end_of_items(call, tiles_in_all(call, options), FEATURES)
+        for i in range(gl.program_id(0), end, gl.num_programs(0)):
+            at = produce_block(i, at, q_phase, arrays, memory, call, selection, options)
             q_phase ^= 1
     else:
-        produce_block(
-            gl.program_id(0), q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
-            slot, phase, q_phase, BN, SLOTS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV,
-        )  # fmt: skip
+        produce_block(gl.program_id(0), at, q_phase, arrays, memory, call, selection, options)
 
 
 @gluon.jit
-def scores(
-    q, tq, kk, next_turn, later, scale, row, k_row, sight, C: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
-    TURNS: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr,
-):  # fmt: skip
+def scores(q, tq, kk, next_turn, later, scale, row, k_row, sight, MASKED: gl.constexpr, options):
     """q kᵀ [64, BN], −∞ where k is hidden, and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk.  Ends a
     turn, but for the first scores, which come before any (not `later`)."""
+    C: gl.constexpr = options.C
+    BN: gl.constexpr = options.BN
+    FEATURES: gl.constexpr = options.FEATURES
+    HAS_TQ: gl.constexpr = options.HAS_TQ
+    HAS_TK: gl.constexpr = options.HAS_TK
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, product_layout(BN))
-    PAIRED: gl.constexpr = HAS_TK and D > 64  # both products of q in one; at 64 that is slower
+    PAIRED: gl.constexpr = HAS_TK and options.D > 64  # both products of q in one; at 64 that is slower
     N_TS: gl.constexpr = 0 if PAIRED else parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
     k = kk.slice(0, BN, 0)
     b_ts = zero
@@ -175,7 +183,7 @@ def scores(
             b_ts = score_product(tq, k, zero, False, C)
         if HAS_TK:
             b_ts = score_product(q, kk.slice(BN, BN, 0), b_ts, HAS_TQ, C)
-    if TURNS:
+    if options.TURNS:
         mbarrier.arrive(next_turn, count=1, pred=later)
     s_l: gl.constexpr = product_layout(BN)
     seen = looked_up(row, k_row, sight, BN, True, MASKED, FEATURES, s_l)
@@ -202,25 +210,32 @@ def softmax(b_s, b_m, b_l, scale, SLACK: gl.constexpr):
 
 
 @gluon.jit
-def consume_dual(
-    w: gl.constexpr, q_s, tq_s, ring, q_empty, full, empty, turn, SAVED, results, scale, call, sight, i, i_b, i_h, row, tiles_of,
-    k_slot, k_phase, tick,
-    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, FEATURES: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
-):  # fmt: skip
+def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, scale, call, options):
     """If LINEAR, the tangent alone: P comes from the saved ℓ, so nothing is rescaled."""
-    HQ, LQ = call[1], call[3]
+    D: gl.constexpr = options.D
+    C: gl.constexpr = options.C
+    BN: gl.constexpr = options.BN
+    SLOTS: gl.constexpr = options.SLOTS
+    GROUPS: gl.constexpr = options.GROUPS
+    TURNS: gl.constexpr = options.TURNS
+    FEATURES: gl.constexpr = options.FEATURES
+    HAS_TQ: gl.constexpr = options.HAS_TQ
+    HAS_TK: gl.constexpr = options.HAS_TK
+    HAS_TV: gl.constexpr = options.HAS_TV
+    LINEAR: gl.constexpr = options.LINEAR
+    i_b, i_h, row, sight, visits = block
+    HQ, LQ = call.HQ, call.LQ
+    full, empty, turn = memory.full, memory.empty, memory.turn
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     HAS_O: gl.constexpr = HAS_TS or not LINEAR
     BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
-    SLACK: gl.constexpr = 8 if q_s.dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
+    SLACK: gl.constexpr = 8 if memory.q.dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
     next_turn = turn.index((w + 1) % GROUPS)
     first_tick = tick
-    last_tick = tick + tiles_of[1] - tiles_of[0] + tiles_of[3] - tiles_of[2] - 1
+    last_tick = tick + visits.plain_end - visits.plain_first + visits.masked_end - visits.masked_first - 1
     if LINEAR:
         o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
         b_lse = gl.load(SAVED + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
@@ -232,22 +247,21 @@ def consume_dual(
     b_o = sums(C)
     b_to = sums(C)
     for MASKED in gl.static_range(2):
-        if not MASKED or MASKS:
-            for t in range(tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]):
-                j = tile_at(t, tiles_of, MASKED, FEATURES)
+        if not MASKED or options.MASKS:
+            t_first, t_end = range_of(visits, MASKED)
+            for t in range(t_first, t_end):
+                j = tile_at(t, visits, MASKED, FEATURES)
                 # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
-                q = matrix(q_s, w + (tick >> 30), GROUP_ROWS, D)
-                v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
-                kk = matrix(ring, k_slot, BLOCKS * BN, D)
-                vv = matrix(ring, v_slot, BLOCKS * BN, D)
+                q = matrix(memory.q, w + (tick >> 30), GROUP_ROWS, D)
+                v_at = advance(k_at, SLOTS)
+                kk = matrix(memory.ring, k_at.slot, BLOCKS * BN, D)
+                vv = matrix(memory.ring, v_at.slot, BLOCKS * BN, D)
                 v, tv = vv.slice(0, BN, 0), vv.slice(BN, BN, 0) if HAS_TV else vv
 
-                mbarrier.wait(full.index(k_slot), k_phase)
-                tq = matrix(tq_s, w + (tick >> 30), GROUP_ROWS, D)
-                b_s, b_ts = scores(
-                    q, tq, kk, next_turn, tick > first_tick, scale, row, j * BN, sight, C, D, BN, TURNS, MASKED, FEATURES,
-                    HAS_TQ, HAS_TK,
-                )  # fmt: skip
+                wait(full, k_at)
+                tq = matrix(memory.tq, w + (tick >> 30), GROUP_ROWS, D)
+                later = tick > first_tick
+                b_s, b_ts = scores(q, tq, kk, next_turn, later, scale, row, j * BN, sight, MASKED, options)
                 if LINEAR:
                     b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
                     b_pl = gl.sum(b_p, 1)
@@ -256,54 +270,54 @@ def consume_dual(
                     b_p, b_pl, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, SLACK)
                     b_o = rescaled(b_o, alpha)
                     b_to = rescaled(b_to, alpha)
-                p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
+                p = gl.convert_layout(b_p.to(memory.q.dtype), p_l)
                 per_l = 1.0 / gl.where(b_l == 0.0, 1.0, b_l)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and has(FEATURES, "key_lengths"):
-                        b_ts = until(b_ts, sight[1] - j * BN, BN, s_l)
-                mbarrier.arrive(empty.index(k_slot), count=1)
+                        b_ts = until(b_ts, sight.key_end - j * BN, BN, s_l)
+                give_back(empty, k_at)
                 if has(FEATURES, "persistent"):
-                    mbarrier.arrive(q_empty.index(w), count=1, pred=tick == last_tick)
+                    mbarrier.arrive(memory.q_empty.index(w), count=1, pred=tick == last_tick)
                 # as `recentered` in `portable/scores.py`, by differences alone: 16 bits show no more; what is added, as the
                 # compiler would negate all of o to subtract
                 if HAS_TS:
                     back = (b_c * b_pl - row_dot(b_p, b_ts) * scale) * per_l
                     b_c -= back
                     b_to = increased(b_to, back, b_o)
-                mbarrier.wait(full.index(v_slot), v_phase)
+                wait(full, v_at)
                 if MASKED and has(FEATURES, "key_lengths"):
-                    clean(v, j * BN, sight[1], BN, D)
+                    clean(v, j * BN, sight.key_end, BN, D)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
                 if HAS_O:
                     b_o = accumulated(p, v, b_o, C)
                 if HAS_TV:
                     if MASKED and has(FEATURES, "key_lengths"):
-                        clean(tv, j * BN, sight[1], BN, D)
+                        clean(tv, j * BN, sight.key_end, BN, D)
                     b_to = accumulated(p, tv, b_to, C)
                 if HAS_TS:  # behind the products just issued
                     b_pt = b_p * (b_ts * scale - gl.expand_dims(b_c, 1))
-                    pt = gl.convert_layout(b_pt.to(q_s.dtype), p_l)
+                    pt = gl.convert_layout(b_pt.to(memory.q.dtype), p_l)
                     b_to = accumulated(pt, v, b_to, C)
                     b_to, pt = settled(b_to, pt)
                 if HAS_O:
                     b_o, p = settled(b_o, p)
                 if not HAS_TS:
                     b_to, p = settled(b_to, p)
-                mbarrier.arrive(empty.index(v_slot), count=1)
-                k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
+                give_back(empty, v_at)
+                k_at = advance(v_at, SLOTS)
                 tick += 1
 
     if TURNS:
         mbarrier.arrive(next_turn, count=1, pred=tick > first_tick)
     again = i if D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
-    i_b, i_h, i_m, _, _, place = queries_of(again, call, GROUPS * GROUP_ROWS, BN, FEATURES)
+    i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * GROUPS + w) * GROUP_ROWS
     if LINEAR:
         nothing = b_m == float("inf")
     else:
-        nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])  # and padding
+        nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight.query_end)  # and padding
         b_l = gl.where(nothing, 1.0, b_l)
         b_o = scaled(b_o, 1.0 / b_l)
         b_to = scaled(b_to, 1.0 / b_l)
@@ -315,6 +329,7 @@ def consume_dual(
         b_to = zeroed(b_to, nothing)
         b_c = gl.where(nothing, 0.0, b_c)
     O, LSE, TO, MU, PARTS = results
+    place = work.place
     if place < 0:
         if not LINEAR:
             store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
@@ -330,89 +345,94 @@ def consume_dual(
             o_r = gl.arange(0, GROUP_ROWS, layout=r_l)
             gl.store(part_statistic(PARTS, place, 0, w, ROWS, 2, 2, C) + o_r, b_l if LINEAR else b_lse)
             gl.store(part_statistic(PARTS, place, 1, w, ROWS, 2, 2, C) + o_r, b_c)
-    return k_slot, k_phase, tick
+    return k_at, tick
 
 
 @gluon.jit
-def consume_plain(
-    w: gl.constexpr, q_s, ring, q_empty, full, empty, turn, results, scale, call, sight, i, i_b, i_h, row, tiles_of,
-    k_slot, k_phase, tick,
-    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, FEATURES: gl.constexpr,
-):  # fmt: skip
-    HQ, LQ = call[1], call[3]
+def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale, call, options):
+    D: gl.constexpr = options.D
+    C: gl.constexpr = options.C
+    BN: gl.constexpr = options.BN
+    SLOTS: gl.constexpr = options.SLOTS
+    GROUPS: gl.constexpr = options.GROUPS
+    TURNS: gl.constexpr = options.TURNS
+    FEATURES: gl.constexpr = options.FEATURES
+    i_b, i_h, row, sight, visits = block
+    HQ, LQ = call.HQ, call.LQ
+    ring, full, empty, turn = memory.ring, memory.full, memory.empty, memory.turn
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    q = matrix(q_s, w, GROUP_ROWS, D)
+    q = matrix(memory.q, w, GROUP_ROWS, D)
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     for MASKED in gl.static_range(2):
-        t_first, t_end = tiles_of[2 * MASKED], tiles_of[2 * MASKED + 1]
+        t_first, t_end = range_of(visits, MASKED)
         # P is handed from one tile to the next but not from one loop to the other, where it would lose its packed registers
-        if (not MASKED or MASKS) and t_first < t_end:
-            mbarrier.wait(full.index(k_slot), k_phase)
-            k = matrix(ring, k_slot, BN, D)
-            j = tile_at(t_first, tiles_of, MASKED, FEATURES)
+        if (not MASKED or options.MASKS) and t_first < t_end:
+            wait(full, k_at)
+            k = matrix(ring, k_at.slot, BN, D)
+            j = tile_at(t_first, visits, MASKED, FEATURES)
             b_s = score_product(q, k, zero, False, C)
             seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
-            mbarrier.arrive(empty.index(k_slot), count=1)
+            give_back(empty, k_at)
             b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, 0)
             b_o = scaled(b_o, alpha)
-            p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
-            v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
+            p = gl.convert_layout(b_p.to(memory.q.dtype), p_l)
+            v_at = advance(k_at, SLOTS)
             for t in range(t_first + 1, t_end):
                 v_row = j * BN
-                j = tile_at(t, tiles_of, MASKED, FEATURES)
-                k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
-                mbarrier.wait(full.index(k_slot), k_phase)
+                j = tile_at(t, visits, MASKED, FEATURES)
+                k_at = advance(v_at, SLOTS)
+                wait(full, k_at)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
-                k = matrix(ring, k_slot, BN, D)
+                k = matrix(ring, k_at.slot, BN, D)
                 b_s = score_product(q, k, zero, False, C)
-                mbarrier.wait(full.index(v_slot), v_phase)
-                v = matrix(ring, v_slot, BN, D)
+                wait(full, v_at)
+                v = matrix(ring, v_at.slot, BN, D)
                 if MASKED and has(FEATURES, "key_lengths"):
-                    clean(v, v_row, sight[1], BN, D)
+                    clean(v, v_row, sight.key_end, BN, D)
                 b_o = accumulated(p, v, b_o, C)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
-                mbarrier.arrive(empty.index(k_slot), count=1)
+                give_back(empty, k_at)
                 b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
                 b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, 0)
                 b_o, p = settled(b_o, p)
-                mbarrier.arrive(empty.index(v_slot), count=1)
-                p = gl.convert_layout(b_p.to(q_s.dtype), p_l)
+                give_back(empty, v_at)
+                p = gl.convert_layout(b_p.to(memory.q.dtype), p_l)
                 b_o = scaled(b_o, alpha)
-                v_slot, v_phase = advance(k_slot, k_phase, SLOTS)
+                v_at = advance(k_at, SLOTS)
                 tick += 1
-            mbarrier.wait(full.index(v_slot), v_phase)
-            v = matrix(ring, v_slot, BN, D)
+            wait(full, v_at)
+            v = matrix(ring, v_at.slot, BN, D)
             if MASKED and has(FEATURES, "key_lengths"):
-                clean(v, j * BN, sight[1], BN, D)
+                clean(v, j * BN, sight.key_end, BN, D)
             b_o = accumulated(p, v, b_o, C)
             b_o, p = settled(b_o, p)
-            mbarrier.arrive(empty.index(v_slot), count=1)
-            k_slot, k_phase = advance(v_slot, v_phase, SLOTS)
-    mbarrier.arrive(q_empty.index(w), count=1)
+            give_back(empty, v_at)
+            k_at = advance(v_at, SLOTS)
+    mbarrier.arrive(memory.q_empty.index(w), count=1)
     again = i if D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
-    i_b, i_h, i_m, _, _, place = queries_of(again, call, GROUPS * GROUP_ROWS, BN, FEATURES)
+    i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * GROUPS + w) * GROUP_ROWS
     b_lse = (b_m + gl.log2(b_l)) * LN2
     if has(FEATURES, "empty") or has(FEATURES, "shared"):
         b_l = gl.where(b_l == 0.0, 1.0, b_l)
     b_o = scaled(b_o, 1.0 / b_l)
     if has(FEATURES, "empty"):
-        nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight[0])
+        nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight.query_end)
         b_lse = gl.where(nothing, -float("inf"), b_lse)
         b_o = zeroed(b_o, nothing)
     O, LSE, _, _, PARTS = results
+    place = work.place
     if place < 0:
         store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
         store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
@@ -421,60 +441,67 @@ def consume_plain(
             ROWS: gl.constexpr = GROUPS * GROUP_ROWS
             store_rows_from(part_rows(PARTS, place, 0, w, ROWS, 1, 1, C), C, GROUP_ROWS, b_o, C)
             gl.store(part_statistic(PARTS, place, 0, w, ROWS, 1, 1, C) + gl.arange(0, GROUP_ROWS, layout=r_l), b_lse)
-    return k_slot, k_phase, tick
+    return k_at, tick
 
 
 @gluon.jit
-def consume_block(
-    i, w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
-    k_slot, k_phase, tick, q_phase,
-    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, FEATURES: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
-):  # fmt: skip
-    i_b, i_h, q_row, sight, tiles_of = own(i, call, selection, GROUPS * GROUP_ROWS, BN, MASKS, FEATURES)
-    row = q_row + GROUP_ROWS * w
-    mbarrier.wait(q_full.index(w), q_phase)
-    if HAS_TQ or HAS_TK or HAS_TV:
-        k_slot, k_phase, tick = consume_dual(
-            w, q_s, tq_s, ring, q_empty, full, empty, turn, SAVED, results, scale, call, sight, i, i_b, i_h, row, tiles_of,
-            k_slot, k_phase, tick,
-            D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
-        )  # fmt: skip
+def consume_block(i, w: gl.constexpr, at, tick, q_phase, memory, SAVED, results, scale, call, selection, options):
+    i_b, i_h, q_row, sight, visits = own(i, call, selection, options)
+    block = Block(i_b, i_h, q_row + GROUP_ROWS * w, sight, visits)
+    mbarrier.wait(memory.q_full.index(w), q_phase)
+    if options.HAS_TQ or options.HAS_TK or options.HAS_TV:
+        at, tick = consume_dual(i, w, at, tick, block, memory, SAVED, results, scale, call, options)
     else:
-        k_slot, k_phase, tick = consume_plain(
-            w, q_s, ring, q_empty, full, empty, turn, results, scale, call, sight, i, i_b, i_h, row, tiles_of,
-            k_slot, k_phase, tick, D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES,
-        )  # fmt: skip
-    return k_slot, k_phase, tick
+        at, tick = consume_plain(i, w, at, tick, block, memory, results, scale, call, options)
+    return at, tick
 
 
 @gluon.jit
-def consume(
-    w: gl.constexpr, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
-    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    MASKS: gl.constexpr, FEATURES: gl.constexpr,
-    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
-):  # fmt: skip
-    k_slot = 0
-    k_phase = 0
+def consume(w: gl.constexpr, memory, SAVED, results, scale, call, selection, options):
+    FEATURES: gl.constexpr = options.FEATURES
+    at = Cursor(0, 0)
     tick = 0
     q_phase = 0
     if has(FEATURES, "persistent"):
-        n_tiles = gl.cdiv(call[4], BN)
-        for i in range(gl.program_id(0), end_of_items(call, n_tiles, FEATURES), gl.num_programs(0)):
-            k_slot, k_phase, tick = consume_block(
-                i, w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
-                k_slot, k_phase, tick, q_phase,
-                D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
-            )  # fmt: skip
+        end = end_of_items(call, tiles_in_all(call, options), FEATURES)
+        for i in range(gl.program_id(0), end, gl.num_programs(0)):
+            at, tick = consume_block(i, w, at, tick, q_phase, memory, SAVED, results, scale, call, selection, options)
             q_phase ^= 1
     else:
-        consume_block(
-            gl.program_id(0), w, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
-            k_slot, k_phase, tick, q_phase,
-            D, C, BN, SLOTS, GROUPS, TURNS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
-        )  # fmt: skip
+        i = gl.program_id(0)
+        consume_block(i, w, at, tick, q_phase, memory, SAVED, results, scale, call, selection, options)
+
+
+@gluon.jit
+def program(arrays, SAVED, results, scale, call, selection, options):
+    """Its shared memory, its warps."""
+    GROUPS: gl.constexpr = options.GROUPS
+    TURNS: gl.constexpr = options.TURNS
+    q_s = tiles(arrays.q, GROUPS)
+    tq_s = tiles(arrays.q, GROUPS) if options.HAS_TQ else q_s
+    ring = tiles(arrays.k, options.SLOTS, 2 if options.HAS_TK or options.HAS_TV else 1)
+    q_full = barriers(GROUPS, 1)
+    q_empty = barriers(GROUPS, 1)
+    full = barriers(options.SLOTS, 1)
+    empty = barriers(options.SLOTS, GROUPS)
+    turn = barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
+    if TURNS:
+        mbarrier.arrive(turn.index(0), count=1)
+    fence_async_shared()
+    memory = Memory(q_s, tq_s, ring, q_full, q_empty, full, empty, turn)
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (consume, (0, memory, SAVED, results, scale, call, selection, options)),
+            (consume, (1, memory, SAVED, results, scale, call, selection, options)),
+            (produce, (arrays, memory, call, selection, options)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, memory, SAVED, results, scale, call, selection, options)),
+            (consume, (1, memory, SAVED, results, scale, call, selection, options)),
+            (consume, (2, memory, SAVED, results, scale, call, selection, options)),
+            (produce, (arrays, memory, call, selection, options)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 @gluon.jit
@@ -486,46 +513,10 @@ def forward(
     FEATURES: gl.constexpr,
     RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
-    """The program: its shared memory, its warps."""
-    MASKS: gl.constexpr = masks(FEATURES, True, RAGGED)
-    call = (n, HQ, GROUP, LQ, LK, left, right, n_whole)
-    results = (O, LSE, TO, MU, PARTS)
-    selection = (MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES)
-    q_s = tiles(q_d, GROUPS)
-    tq_s = tiles(q_d, GROUPS) if HAS_TQ else q_s
-    BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
-    PAIRS: gl.constexpr = SLOTS // BLOCKS
-    ring = tiles(k_d, PAIRS, BLOCKS)
-    q_full = barriers(GROUPS, 1)
-    q_empty = barriers(GROUPS, 1)
-    full = barriers(PAIRS, 1)
-    empty = barriers(PAIRS, GROUPS)
-    turn = barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
-    if TURNS:
-        mbarrier.arrive(turn.index(0), count=1)
-    fence_async_shared()
-    if GROUPS == 2:  # the arguments are written out: in a tuple that is put together, constexprs would become tensors
-        gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
-                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
-                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
-                       BN, PAIRS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
-                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (1, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
-                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (consume, (2, q_s, tq_s, ring, q_full, q_empty, full, empty, turn, SAVED, results, scale, call, selection,
-                       D, C, BN, PAIRS, GROUPS, TURNS, MASKS, FEATURES,
-                       HAS_TQ, HAS_TK, HAS_TV, LINEAR)),
-            (produce, (q_d, tq_d, k_d, tk_d, v_d, tv_d, q_s, tq_s, ring, q_full, q_empty, full, empty, call, selection,
-                       BN, PAIRS, GROUPS, MASKS, FEATURES, HAS_TQ, HAS_TK, HAS_TV)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    PAIRS: gl.constexpr = SLOTS // (2 if HAS_TK or HAS_TV else 1)
+    program(
+        Arrays(q_d, tq_d, k_d, tk_d, v_d, tv_d), SAVED, Results(O, LSE, TO, MU, PARTS), scale,
+        Call(n, HQ, GROUP, LQ, LK, left, right, n_whole),
+        Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
+        Options(D, C, BN, PAIRS, GROUPS, TURNS, masks(FEATURES, True, RAGGED), FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR),
+    )  # fmt: skip

@@ -8,7 +8,8 @@ import triton
 from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper import merge as merge_kernels
-from jax_flash_jvp.kernels.hopper.pipeline import GROUP_ROWS
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
+from jax_flash_jvp.kernels.hopper.work import part_size
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
@@ -198,8 +199,8 @@ class _Call:
         if "tiles" in self.words:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
         if whole < blocks:
-            floats = (programs + blocks - whole) * rows * (merge.arrays * self.head_dim + merge.statistics)
-            parts = Output((floats,), "float32")
+            size = part_size(rows, merge.arrays, merge.statistics, self.head_dim)
+            parts = Output(((programs + blocks - whole) * size,), "float32")
         *got, parts = self.launcher.launch(
             kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),

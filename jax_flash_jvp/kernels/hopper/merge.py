@@ -1,4 +1,4 @@
-"""Puts together the results of blocks whose tiles several programs shared, see `item` in `pipeline.py`.
+"""Puts together the results of blocks whose tiles several programs shared, see `item` in `work.py`.
 
 Of parts of a softmax, each over some of the keys, with their (o, ℓ, ȯ, μ):
 
@@ -11,7 +11,8 @@ are, and ΣP in the place of ℓᵢ.  Gradients are added up.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jax_flash_jvp.kernels.hopper.pipeline import LN2, LOG2E, LOWEST, part_rows, part_statistic, sharer
+from jax_flash_jvp.kernels.hopper.products import LN2, LOG2E, LOWEST
+from jax_flash_jvp.kernels.hopper.work import part_rows, part_statistic, program_of_tile
 
 
 @gluon.jit
@@ -24,8 +25,8 @@ def rows_of(ROWS: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def sharers(block, programs, n_tiles, n):
     """The first and the last program with tiles of that one of n blocks."""
-    first = sharer(block * n_tiles, programs, n * n_tiles)
-    return first, sharer(block * n_tiles + n_tiles - 1, programs, n * n_tiles)
+    first = program_of_tile(block * n_tiles, programs, n * n_tiles)
+    return first, program_of_tile(block * n_tiles + n_tiles - 1, programs, n * n_tiles)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ def has(features, name):
 
 @triton.jit
 def own_block(n_blocks, FROM_END: tl.constexpr, FEATURES: tl.constexpr):
-    """(block, batch entry and head) of this program, as in `hopper/pipeline.py`."""
+    """(block, batch entry and head) of this program, as in `hopper/work.py`."""
     i = tl.program_id(0)
     if has(FEATURES, "right"):
         first = i // (TOGETHER * n_blocks) * TOGETHER

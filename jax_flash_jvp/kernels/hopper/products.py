@@ -1,0 +1,199 @@
+"""What a warpgroup multiplies, asynchronously, and the sums that its threads hold: of GROUP_ROWS rows, in parts of as many
+columns as a product has.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from jax_flash_jvp.kernels.portable.scores import widths
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothing has been seen yet
+GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup
+
+
+@triton.constexpr_function
+def blocks(channels):
+    """As `widths`, but one where that has 32 and 16, whose sums leave no registers for long tiles in newer Tritons."""
+    return (64,) if 32 < channels <= 48 else widths(channels)
+
+
+@triton.constexpr_function
+def width(channels, part):
+    return blocks(channels)[part]
+
+
+@triton.constexpr_function
+def before(channels, part):
+    return sum(blocks(channels)[:part])
+
+
+@triton.constexpr_function
+def parts(channels):
+    return len(blocks(channels))
+
+
+@triton.constexpr_function
+def product_layout(columns):
+    """The layout in registers of what a warpgroup multiplies."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def score_product(a, b, acc, ADD: gl.constexpr, C: gl.constexpr):
+    """a bᵀ, added to acc if ADD, of rows in shared memory; asynchronous.  In parts, so that of the zeros that fill up narrow
+    rows most are left out."""
+    for PART in gl.static_range(parts(C)):
+        a_part = a.slice(before(C, PART), width(C, PART), 1)
+        b_part = b.slice(before(C, PART), width(C, PART), 1)
+        acc = warpgroup_mma(a_part, b_part.permute((1, 0)), acc, use_acc=ADD or PART > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def sums(C: gl.constexpr):
+    """Zeros [GROUP_ROWS, C], in parts."""
+    b_x = (gl.zeros([GROUP_ROWS, width(C, 0)], gl.float32, product_layout(width(C, 0))),)
+    for PART in gl.static_range(1, parts(C)):
+        b_x = b_x + (gl.zeros([GROUP_ROWS, width(C, PART)], gl.float32, product_layout(width(C, PART))),)
+    return b_x
+
+
+@gluon.jit
+def sum_product(p, rows, b_x, C: gl.constexpr, PART: gl.constexpr):
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(width(C, PART)), k_width=2)
+    part = rows.slice(before(C, PART), width(C, PART), 1)
+    return warpgroup_mma(gl.convert_layout(p, p_l), part, b_x[PART], is_async=True)
+
+
+@gluon.jit
+def accumulated(p, rows, b_x, C: gl.constexpr):
+    """The sums + p rows, of an operand p and rows in shared memory; asynchronous, see `settled`."""
+    b_y = (sum_product(p, rows, b_x, C, 0),)
+    for PART in gl.static_range(1, parts(C)):
+        b_y = b_y + (sum_product(p, rows, b_x, C, PART),)
+    return b_y
+
+
+@gluon.jit
+def settled(b_x, p):
+    """The sums, and the operand of their last product, whose registers must last so long, when no product is in flight."""
+    if len(b_x) == 1:
+        b_0, p = warpgroup_mma_wait(0, deps=[b_x[0], p])
+        return (b_0,), p
+    else:
+        b_0, b_1, p = warpgroup_mma_wait(0, deps=[b_x[0], b_x[1], p])
+        return (b_0, b_1), p
+
+
+@gluon.jit
+def by_row(b_r, b_x):
+    """[GROUP_ROWS, 1], of a number for each row, to go with x."""
+    return gl.expand_dims(gl.convert_layout(b_r, gl.SliceLayout(1, b_x.type.layout)), 1)
+
+
+@gluon.jit
+def scaled(b_x, b_r):
+    """The sums, each row times its number."""
+    b_y = (b_x[0] * by_row(b_r, b_x[0]),)
+    for PART in gl.static_range(1, len(b_x)):
+        b_y = b_y + (b_x[PART] * by_row(b_r, b_x[PART]),)
+    return b_y
+
+
+@triton.constexpr_function
+def rescaling(n):
+    """PTX that multiplies n sums of a thread, which are of two rows in turn, and the constraints on its operands."""
+    jump = [".reg .pred p;", f"setp.neu.f32 p, ${2 * n}, 0f3F800000;", f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;",
+            "vote.sync.any.pred p, p, -1;", "@!p bra DONE;"]  # fmt: skip
+    products = [f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)]
+    constraints = ["=f"] * n + [str(i) for i in range(n)] + ["f"] * n
+    return "\n".join(["{", *jump, *products, "DONE:", "}"]), ",".join(constraints)
+
+
+@gluon.jit
+def rescaled_part(b_x, b_r):
+    N: gl.constexpr = b_x.shape[1] // 2
+    PTX: gl.constexpr = rescaling(N)
+    b_r, _ = gl.broadcast(by_row(b_r, b_x), b_x)
+    return gl.inline_asm_elementwise(PTX[0], PTX[1], [b_x, b_r], gl.float32, True, N)
+
+
+@gluon.jit
+def rescaled(b_x, b_r):
+    """As `scaled`, of numbers that are mostly one: a warp in whose rows they all are passes over the multiplications."""
+    b_y = (rescaled_part(b_x[0], b_r),)
+    for PART in gl.static_range(1, len(b_x)):
+        b_y = b_y + (rescaled_part(b_x[PART], b_r),)
+    return b_y
+
+
+@gluon.jit
+def increased(b_x, b_r, b_y):
+    """x + r y, with a number r for each row."""
+    b_z = (b_x[0] + by_row(b_r, b_x[0]) * b_y[0],)
+    for PART in gl.static_range(1, len(b_x)):
+        b_z = b_z + (b_x[PART] + by_row(b_r, b_x[PART]) * b_y[PART],)
+    return b_z
+
+
+@gluon.jit
+def zeroed(b_x, b_r):
+    """The sums, zeros in the rows that r marks."""
+    b_y = (gl.where(by_row(b_r, b_x[0]), 0.0, b_x[0]),)
+    for PART in gl.static_range(1, len(b_x)):
+        b_y = b_y + (gl.where(by_row(b_r, b_x[PART]), 0.0, b_x[PART]),)
+    return b_y
+
+
+@gluon.jit
+def halves(b_x):
+    """The first half of the columns and the others: which registers hold them, nothing moves."""
+    T: gl.constexpr = b_x.shape[1] // 2
+    b_0, b_1 = b_x.reshape([GROUP_ROWS, 2, T]).permute([0, 2, 1]).split()
+    return gl.convert_layout(b_0, product_layout(T)), gl.convert_layout(b_1, product_layout(T))
+
+
+@gluon.jit
+def row_dot(b_x, b_y):
+    """rowsum(x∘y): a quarter of the columns after the other, as additions one by one would wait for each other."""
+    x_01, x_23 = halves(b_x)
+    y_01, y_23 = halves(b_y)
+    x_0, x_1 = halves(x_01)
+    y_0, y_1 = halves(y_01)
+    x_2, x_3 = halves(x_23)
+    y_2, y_3 = halves(y_23)
+    b_r = gl.sum(x_0 * y_0 + x_1 * y_1 + x_2 * y_2 + x_3 * y_3, 1)
+    return gl.convert_layout(b_r, gl.SliceLayout(1, b_x.type.layout))
+
+
+@gluon.jit
+def store_rows(X, i_b, i_h, H, row, L, b_x, C: gl.constexpr):
+    """From registers: the rows of a warpgroup, as far as they exist, in a contiguous [B, L, H, C] array."""
+    store_rows_from(X + ((i_b.to(gl.int64) * L + row) * H + i_h) * C, H * C, L - row, b_x, C)
+
+
+@gluon.jit
+def store_rows_from(X, stride, n, b_x, C: gl.constexpr):
+    for PART in gl.static_range(parts(C)):
+        store_columns(X, stride, n, b_x[PART], C, PART)
+
+
+@gluon.jit
+def store_columns(X, stride, n, b_x, C: gl.constexpr, PART: gl.constexpr):
+    o_r = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, b_x.type.layout))
+    o_c = before(C, PART) + gl.arange(0, width(C, PART), layout=gl.SliceLayout(0, b_x.type.layout))
+    m_x = gl.expand_dims(o_r < n, 1)
+    if before(C, PART) + width(C, PART) > C:
+        m_x = m_x & gl.expand_dims(o_c < C, 0)
+    gl.store(X + gl.expand_dims(o_r * stride, 1) + gl.expand_dims(o_c, 0), b_x.to(X.dtype.element_ty), mask=m_x)
+
+
+@gluon.jit
+def store_statistics(X, i_bh, row, L, b_x, LAYOUT: gl.constexpr):
+    """Of the rows of a warpgroup, in a contiguous [B, H, L] array."""
+    o_r = row + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
+    gl.store(X + i_bh.to(gl.int64) * L + o_r, b_x, mask=o_r < L)

@@ -1,0 +1,253 @@
+"""Which tiles a block visits, and what is seen of those that need a mask."""
+
+from collections import namedtuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
+from jax_flash_jvp.kernels.portable.scores import has
+
+# arrays that say what is seen, as far as there are any
+Selection = namedtuple("Selection", "MASK Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS TILES")
+# of a batch entry and query head: lengths, reach to both sides, the sizes of segments and mask, and these
+Sight = namedtuple("Sight", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS mask")
+# of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
+Bounds = namedtuple("Bounds", "start first whole stop")
+# numbers of whole tiles, then of masked ones, and which these are: see `span`, or a list from `start` on
+Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end start first end")
+
+
+@triton.constexpr_function
+def masks(features, row, ragged):
+    """Are there tiles that not everybody sees whole?"""
+    lengths = "key_lengths" if row else "query_lengths"
+    return (row and ragged) or bool({"left", "right", "tiles", lengths} & {*features.split()})
+
+
+@gluon.jit
+def reach(i_b, call, selection, FEATURES: gl.constexpr):
+    """(queries, keys) of this batch entry; what lies beyond is padding."""
+    LQ, LK = call.LQ, call.LK
+    if has(FEATURES, "query_lengths"):
+        LQ = gl.minimum(LQ, gl.load(selection.Q_LENGTHS + i_b))
+    if has(FEATURES, "key_lengths"):
+        LK = gl.minimum(LK, gl.load(selection.K_LENGTHS + i_b))
+    return LQ, LK
+
+
+@gluon.jit
+def span(bounds, T: gl.constexpr, MASKS: gl.constexpr):
+    """The tiles first … end - 1, which need no mask, come first; then those from `start` on, and those after."""
+    start, first, whole, stop = bounds
+    if MASKS:
+        n = gl.maximum(gl.cdiv(stop, T), 0)
+        start = gl.minimum(gl.maximum(start, 0) // T, n)
+        first = gl.minimum(gl.maximum(gl.cdiv(first, T), start), n)
+        end = gl.minimum(gl.maximum(gl.maximum(whole, 0) // T, first), n)
+        return Visits(0, end - first, 0, first - start + n - end, start, first, end)
+    else:
+        n = gl.cdiv(stop, T)
+        return Visits(0, n, 0, 0, 0, 0, n)
+
+
+@gluon.jit
+def clamped(i, n):
+    return gl.minimum(gl.maximum(i, 0), n)
+
+
+@gluon.jit
+def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
+    """Of the tiles that a block visits in the i_g-th of a group of heads, those of this part of its work, whose tiles are the
+    whole ones of all heads, then the masked ones; where there is no list of tiles and nothing but the ragged end is masked.
+    FROM_ZERO: of a side that masks none, as loops that begin there, which takes a register less where the number of a tile is
+    not needed."""
+    _, plain, _, masked, start, first, end = visits
+    before_plain = i_g * plain
+    before_masked = group * plain + i_g * masked
+    plain_first = clamped(work.first - before_plain, plain)
+    plain_end = clamped(work.end - before_plain, plain)
+    masked_first = clamped(work.first - before_masked, masked)
+    masked_end = clamped(work.end - before_masked, masked)
+    if FROM_ZERO:
+        return Visits(0, plain_end - plain_first, 0, 0, 0, plain_first, plain_first)
+    else:
+        return Visits(plain_first, plain_end, masked_first, masked_end, start, first, end)
+
+
+@gluon.jit
+def key_bounds(row, ROWS: gl.constexpr, key_end, call, FEATURES: gl.constexpr):
+    """The bounds of the keys, for the ROWS queries from `row` on."""
+    start = 0
+    first = 0
+    whole = key_end
+    stop = key_end
+    if has(FEATURES, "right"):
+        whole = gl.minimum(key_end, row + call.right + 1)
+        stop = gl.minimum(key_end, row + ROWS + call.right)
+    if has(FEATURES, "left"):
+        start = row - call.left
+        first = row + ROWS - 1 - call.left
+    return Bounds(start, first, whole, stop)
+
+
+@gluon.jit
+def share(X, i_b, i_h, call, size, FEATURES: gl.constexpr, NAME: gl.constexpr):
+    """As in `portable/scores.py`."""
+    HQ, GROUP = call.HQ, call.GROUP
+    i = i_b * 0
+    if has(FEATURES, NAME + ":heads"):
+        i += i_b * HQ + i_h if has(FEATURES, NAME + ":batch") else i_h
+    elif has(FEATURES, NAME + ":groups"):
+        i += i_b * (HQ // GROUP) + i_h // GROUP if has(FEATURES, NAME + ":batch") else i_h // GROUP
+    elif has(FEATURES, NAME + ":batch"):
+        i += i_b
+    return X + i.to(gl.int64) * size
+
+
+@gluon.jit
+def selected(selection, i_b, i_h, call, query_end, key_end, FEATURES: gl.constexpr):
+    """What `visible` reads, for this batch entry and query head."""
+    LQ, LK = call.LQ, call.LK
+    size = i_b.to(gl.int64) * 0 + 1
+    if has(FEATURES, "mask:rows"):
+        size *= LQ
+    if has(FEATURES, "mask:columns"):
+        size *= LK // 16 * 16 if has(FEATURES, "mask:aligned") else LK  # a divisor that the compiler sees
+    mask = share(selection.MASK, i_b, i_h, call, size, FEATURES, "mask")
+    q_segments, k_segments = selection.Q_SEGMENTS + i_b * LQ, selection.K_SEGMENTS + i_b * LK
+    return Sight(query_end, key_end, call.left, call.right, LQ, LK, q_segments, k_segments, mask)
+
+
+@gluon.jit
+def visits_of(
+    selection, i_b, i_h, call, i_block, n_blocks, n_tiles, bounds, T: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr
+):  # fmt: skip
+    """The tiles that a block visits: where there is a mask or there are segments those of its list, see
+    `portable/visibility.py`, else those within the bounds."""
+    if has(FEATURES, "tiles"):
+        size = i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
+        p_tiles = share(selection.TILES, i_b, i_h, call, size, FEATURES, "tiles") + i_block * (n_tiles + 2)
+        plain = gl.load(p_tiles)
+        return Visits(0, plain, 0, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0)
+    else:
+        return span(bounds, T, MASKS)
+
+
+@gluon.jit
+def range_of(visits, MASKED: gl.constexpr):
+    """The first and the end of the numbers that `tile_at` takes."""
+    if MASKED:
+        return visits.masked_first, visits.masked_end
+    else:
+        return visits.plain_first, visits.plain_end
+
+
+@gluon.jit
+def tile_at(t, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
+    """The t-th of the tiles that everybody sees whole, or of the MASKED."""
+    _, plain, _, _, start, first, end = visits
+    if has(FEATURES, "tiles"):
+        return gl.load(start + (plain + t if MASKED else t))
+    elif MASKED:
+        j = start + t
+        if j >= first:
+            j += end - first
+        return j
+    else:
+        return first + t
+
+
+@gluon.jit
+def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
+    """[GROUP_ROWS, T]: which of the keys from `column` on are seen by the queries from `row` on; if not ROW, which of the
+    queries from `column` on see the keys from `row` on.  An interval of each row, of which an element costs a comparison or
+    two; segments and masks are loaded."""
+    query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, mask = sight
+    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    o_t = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
+    o_c = gl.expand_dims(o_t, 0)
+    if ROW:
+        last = gl.where(o_r < query_end, key_end - 1, -1)
+        if has(FEATURES, "right"):
+            last = gl.minimum(last, o_r + right)
+    else:
+        last = gl.where(o_r < key_end, query_end - 1, -1)
+        if has(FEATURES, "left"):
+            last = gl.minimum(last, o_r + left)
+    seen = o_c <= gl.expand_dims(last - column, 1)
+    if ROW and has(FEATURES, "left"):
+        seen = seen & (o_c >= gl.expand_dims(o_r - left - column, 1))
+    if has(FEATURES, "right") and not ROW:
+        seen = seen & (o_c >= gl.expand_dims(o_r - right - column, 1))
+    if has(FEATURES, "segments"):
+        if ROW:
+            b_r = gl.load(Q_SEGMENTS + o_r, mask=o_r < LQ, other=0)
+            b_c = gl.load(K_SEGMENTS + column + o_t, mask=column + o_t < LK, other=0)
+        else:
+            b_r = gl.load(K_SEGMENTS + o_r, mask=o_r < LK, other=0)
+            b_c = gl.load(Q_SEGMENTS + column + o_t, mask=column + o_t < LQ, other=0)
+        seen = seen & (gl.expand_dims(b_r, 1) == gl.expand_dims(b_c, 0))
+    if has(FEATURES, "mask"):
+        seen = seen & (masked_in(row, column, mask, LQ, LK, T, ROW, FEATURES, LAYOUT) != 0)
+    return seen
+
+
+@gluon.jit
+def masked_in(
+    row, column, mask, LQ, LK, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """The tile of a mask [1|T, 1|S], or its only row or column.  A whole tile is read along the memory's rows, and then handed
+    to the threads that need it."""
+    if has(FEATURES, "mask:rows") and has(FEATURES, "mask:columns"):
+        if has(FEATURES, "mask:aligned"):
+            LK = LK // 16 * 16
+        if ROW:
+            layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // T, T // 16], [4, 1], [1, 0])
+        else:
+            layout: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1])
+        o_r = gl.expand_dims(row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
+        o_c = gl.expand_dims(column + gl.arange(0, T, layout=gl.SliceLayout(0, layout)), 0)
+        o_m, o_n = (o_r, o_c) if ROW else (o_c, o_r)
+        b_x = gl.load(mask + (o_m.to(gl.int64) * LK + o_n), mask=(o_m < LQ) & (o_n < LK), other=0)
+        return gl.convert_layout(b_x.to(gl.int8), LAYOUT)
+    elif has(FEATURES, "mask:rows" if ROW else "mask:columns"):
+        o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        return gl.expand_dims(gl.load(mask + o_r, mask=o_r < (LQ if ROW else LK), other=0), 1)
+    elif has(FEATURES, "mask:columns" if ROW else "mask:rows"):
+        o_c = column + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
+        return gl.expand_dims(gl.load(mask + o_c, mask=o_c < (LK if ROW else LQ), other=0), 0)
+    else:
+        return gl.load(mask)
+
+
+@gluon.jit
+def looked_up(
+    row, column, sight, T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """What is `visible` for `hide`, as far as that takes loads: to be asked for before a product is waited for."""
+    if MASKED and has(FEATURES, "tiles"):
+        return visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
+    else:
+        return 0
+
+
+@gluon.jit
+def hide(
+    b_s, seen, row, column, sight,
+    T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores, −∞ where a key is hidden."""
+    if MASKED:
+        if not has(FEATURES, "tiles"):
+            seen = visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
+        b_s = gl.where(seen, b_s, -float("inf"))
+    return b_s
+
+
+@gluon.jit
+def until(b_x, end, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """[GROUP_ROWS, T], zeros in the columns from `end` on, which may hold anything."""
+    o_c = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
+    return gl.where(gl.expand_dims(o_c, 0) < end, b_x, 0.0)

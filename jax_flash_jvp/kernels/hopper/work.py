@@ -1,0 +1,110 @@
+"""Which blocks a program computes, or which part of a block, and where the results of a part lie."""
+
+from collections import namedtuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
+from jax_flash_jvp.kernels.portable.scores import has
+
+TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
+
+# the integers of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not shared
+Call = namedtuple("Call", "n HQ GROUP LQ LK left right n_whole")
+Item = namedtuple("Item", "block first end place")  # the number of a block, its tiles first … end, the place of results
+
+
+@gluon.jit
+def own_block(i, n, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
+    """(block, batch entry and head) of number i of n.  Under causality the longest blocks, first or last, of a few heads go
+    before the shorter: head after head, the last ones would begin a long block when others are done."""
+    if has(FEATURES, "right"):
+        first = i // (TOGETHER * n_blocks) * TOGETHER
+        heads = gl.minimum(n // n_blocks - first, TOGETHER)
+        i -= first * n_blocks
+        block = i // heads
+        if FROM_END:
+            block = n_blocks - 1 - block
+        return block, first + i % heads
+    else:
+        return i % n_blocks, i // n_blocks
+
+
+@gluon.jit
+def tiles_of_program(p, programs, n_tiles):
+    """The first and the end, where all programs share n_tiles evenly."""
+    each = n_tiles // programs
+    more = n_tiles % programs
+    first = p * each + gl.minimum(p, more)
+    return first, first + each + gl.where(p < more, 1, 0)
+
+
+@gluon.jit
+def program_of_tile(tile, programs, n_tiles):
+    """The inverse."""
+    each = n_tiles // programs
+    more = n_tiles % programs
+    if tile < more * (each + 1):
+        return tile // (each + 1)
+    else:
+        return (tile - more) // each
+
+
+@gluon.jit
+def end_of_items(call, n_tiles, FEATURES: gl.constexpr):
+    """A program computes the `item`s program_id, program_id + num_programs … below this, one after the other."""
+    n, n_whole = call.n, call.n_whole
+    if has(FEATURES, "shared"):
+        p, programs = gl.program_id(0), gl.num_programs(0)
+        first, end = tiles_of_program(p, programs, (n - n_whole) * n_tiles)
+        return n_whole + p + ((end - 1) // n_tiles - first // n_tiles + 1) * programs
+    else:
+        return n
+
+
+@gluon.jit
+def item(i, call, n_tiles, FEATURES: gl.constexpr):
+    """The first n_whole blocks, of n_tiles each, are one program's each.  The tiles of the others, fewer than there are programs,
+    are "shared" by all: a program has parts of one or two.  Results of a part go to a place of their own, numbered as parts
+    follow each other, from where `merge.py` takes them; those of a whole block, whose place is -1, to where they belong."""
+    first = 0 * n_tiles
+    end = n_tiles
+    place = -1
+    if has(FEATURES, "shared"):
+        n, n_whole = call.n, call.n_whole
+        if i >= n_whole:
+            p, programs = gl.program_id(0), gl.num_programs(0)
+            share_first, share_end = tiles_of_program(p, programs, (n - n_whole) * n_tiles)
+            k = (i - n_whole) // programs
+            block = share_first // n_tiles + k
+            i = n_whole + block
+            first = gl.maximum(share_first - block * n_tiles, 0)
+            end = gl.minimum(share_end - block * n_tiles, n_tiles)
+            place = p + block
+    return Item(i, first, end, place)
+
+
+@triton.constexpr_function
+def part_size(rows, sums, statistics, channels):
+    """Floats of a part of a block: so many sums [rows, channels], then statistics [rows]."""
+    return rows * (sums * channels + statistics)
+
+
+@gluon.jit
+def part_rows(
+    PARTS, place, I: gl.constexpr, w: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr, STATISTICS: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Where a warpgroup's rows of the I-th sum are."""
+    return PARTS + place * part_size(ROWS, SUMS, STATISTICS, C) + (I * ROWS + w * GROUP_ROWS) * C
+
+
+@gluon.jit
+def part_statistic(
+    PARTS, place, I: gl.constexpr, w: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr, STATISTICS: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """The same of the I-th statistic."""
+    return PARTS + place * part_size(ROWS, SUMS, STATISTICS, C) + (SUMS * C + I) * ROWS + w * GROUP_ROWS
