@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack  # private
+from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from jax_flash_jvp.problem import (
@@ -25,6 +27,7 @@ from torch_bridge import rules  # noqa: F401  (gives the operators their derivat
 from torch_bridge.operators import SELECTED, ops
 
 FLOATS = tuple(getattr(torch, name) for name in DTYPES)
+DROPS_DERIVATIVES = torch.__version__ < "2.12"  # in inference mode, of every operator
 
 
 def scaled_dot_product_attention(
@@ -242,6 +245,8 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
 def _attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None
 ) -> Tensor:
+    if DROPS_DERIVATIVES and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        _check_underived()
     x = query, key, value
     _check_devices(query, zip(("query", "key", "value"), x, strict=True))
     if mask is not None:
@@ -278,6 +283,15 @@ def _attend(
     if sinks is not None:
         o = _with_sinks(o, log_sum_exp, sinks)
     return o if whole else o.reshape(*rows, v.shape[-1])
+
+
+def _check_underived() -> None:
+    levels = get_interpreter_stack() or ()
+    if forward_ad._current_level >= 0 or any(level.key() != TransformType.Vmap for level in levels):
+        raise RuntimeError(
+            "attention was differentiated in torch.inference_mode, where PyTorch before 2.12 gives zeros for the derivatives "
+            "of every operator: use torch.no_grad"
+        )
 
 
 def _check_tensor(name: str, a) -> None:
