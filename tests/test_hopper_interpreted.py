@@ -117,11 +117,11 @@ def patches(b, h, t, s, size=64):
 
 
 SHARED = {
-    "more-blocks": ((2, 250, 330, 4, 2, 64), 3, False),
+    "more-blocks": ((2, 250, 330, 4, 2, 64), 9, False),
     "fewer-blocks": ((1, 140, 700, 1, 1, 64), 7, False),
     "D128": ((1, 300, 290, 1, 1, 128), 5, False),
     "D72": ((1, 260, 300, 2, 1, 72), 7, False),
-    "three-warpgroups": ((1, 700, 400, 1, 1, 64), 3, False),
+    "three-warpgroups": ((1, 900, 200, 1, 1, 64), 3, False),
     "whole-tiles-late": ((1, 256, 384, 1, 1, 64), 5, True),
 }
 
@@ -136,7 +136,8 @@ def shared_always(monkeypatch):
 def test_blocks_that_programs_share(shape, multiprocessors, late):
     launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors, late=late)
     check(problem(shape[-1], False), *operands(shape), launcher=launcher)
-    assert {"merge_forward", "merge_backward"} <= launcher.launched
+    assert {"forward", "backward", "merge_forward", "merge_backward"} <= {name for name, _ in launcher.launched}
+    assert all("shared" in words for name, words in launcher.launched if name in ("forward", "backward"))
 
 
 @pytest.mark.usefixtures("shared_always")

@@ -28,7 +28,7 @@ from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 torch.manual_seed(0)
 q, k, v, tq, tk, tv = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(6))
 x, tx = (q, k, v), (tq, tk, tv)
-LOSES_TANGENTS = torch.__version__ < "2.14"
+BEFORE_2_14 = torch.__version__ < "2.14"
 SLOW_INDUCTOR = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # it compiles C++
 
 
@@ -79,12 +79,14 @@ def test_step_by_inductor(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("derivative", [by_func, by_level])
 def test_gradient_through_the_jvp_by_inductor(derivative):
-    """inductor writes into the zero tangents of biases (pytorch#177261), whatever the attention; an option prevents it."""
-    for attention in (sdpa, naive):
+    """Before PyTorch 2.14 inductor writes into the zero tangents of biases (pytorch#177261), whatever the attention; an option
+    prevents it."""
+    for attention in (sdpa, naive) if BEFORE_2_14 else ():
         reset()
         with pytest.raises(RuntimeError, match="ZeroTensor"):
             step(compiled(lambda *a: loss(*a), "inductor"), loss, (derivative, True), attention)
-    run = torch.compile(lambda *a: loss(*a), fullgraph=True, options={"allow_buffer_reuse": False})
+    options = {"allow_buffer_reuse": False} if BEFORE_2_14 else None
+    run = torch.compile(lambda *a: loss(*a), fullgraph=True, options=options)
     check(lambda: step(run, loss, (derivative, True)), lambda: step(loss, loss, (by_func, True), naive), "DDSS")
 
 
@@ -187,7 +189,7 @@ def test_jvp_of_a_compiled_model(backend):
 @pytest.mark.parametrize("backend", SLOW_INDUCTOR)
 def test_dual_level_around_a_compiled_model(backend):
     """Before PyTorch 2.14 the tangents of all inputs would be lost there, silently (pytorch#187284)."""
-    if LOSES_TANGENTS:
+    if BEFORE_2_14:
         with pytest.raises(RuntimeError, match="loses the tangents"):
             outside(by_level, backend, False)
     else:
@@ -199,7 +201,7 @@ def test_dual_level_around_a_compiled_model(backend):
 def test_dual_level_around_a_compiled_model_without_gradients(backend):
     with torch.no_grad():
         run = lambda: by_level(compiled(Model(), backend, False), *batch())
-        if backend == "inductor" and LOSES_TANGENTS:
+        if backend == "inductor" and BEFORE_2_14:
             with pytest.raises(RuntimeError, match="loses the tangents"):
                 run()
         else:
