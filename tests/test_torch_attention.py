@@ -288,7 +288,13 @@ ERRORS = {
         "`logits_soft_cap` must be a number",
         lambda: sdpa(X, X, X, logits_soft_cap=torch.tensor(0.7)),
     ),
-    "tensor-rate": (TypeError, "`dropout_p` must be a number", lambda: sdpa(X, X, X, dropout_p=torch.tensor(0.7))),
+    "tensor-rate": (TypeError, "`dropout_p` must be a number", lambda: sdpa(X, X, X, dropout_p=torch.tensor(0.0))),
+    "no-rate": (TypeError, "`dropout_p` must be a number", lambda: sdpa(X, X, X, dropout_p=None)),
+    "no-tensor": (
+        TypeError,
+        "`query` must be a tensor",
+        lambda: sdpa(X.numpy(), X, X, query_seq_lengths=torch.ones(2)),
+    ),
     "text": (TypeError, "`scale` must be a number: got '0.5'", lambda: sdpa(X, X, X, scale="0.5")),
     "numpy": (TypeError, "`key` must be a tensor: got ndarray", lambda: sdpa(X, X.numpy(), X)),
     "none": (TypeError, "`value` must be a tensor: got NoneType", lambda: sdpa(X, X, None)),
@@ -851,11 +857,11 @@ def test_changes_in_place():
         assert not a[0].any()
         torch.testing.assert_close(a[1], 2 * b[1])
     launch = pytest.importorskip("torch_bridge.launch")
-    make = lambda seed: (*(dense(1, 2, 17, 16, seed=seed + i) for i in range(3)), None)
+    make = lambda seed: (*(dense(1, 2, 17, 16, seed=seed + i) for i in range(3)), dense(1, 2, 1, 17, seed=seed + 9))
     x, tx, case = make(0), make(3), reference.Case(Problem(0.25))
     o, lse, t_o, mu = launch.run(NumpyLauncher(), "forward_dual", case, x, tx)
-    gradients = launch.run(NumpyLauncher(), "backward", case, x, y=(o, lse), cy=(t_o, None), want=[True] * 3 + [False])
-    assert not any(a._is_view() for a in (o, lse, t_o, mu, *gradients[:3]))
+    gradients = launch.run(NumpyLauncher(), "backward", case, x, y=(o, lse), cy=(t_o, None), want=[True] * 4)
+    assert not any(a._is_view() for a in (o, lse, t_o, mu, *gradients))
 
 
 def test_patches_that_overlap():
@@ -867,6 +873,22 @@ def test_patches_that_overlap():
     assert torch.nn.functional.scaled_dot_product_attention is sdpa
     second.__exit__(None, None, None)
     assert torch.nn.functional.scaled_dot_product_attention is real
+
+
+def test_patch_among_unusual_modules(monkeypatch):
+    """Some put a class into sys.modules, or a module that loads what is looked at."""
+
+    class Lazy(types.ModuleType):
+        attention = real = torch.nn.functional.scaled_dot_product_attention
+
+        def __getattribute__(self, name):
+            raise RuntimeError(f"{name} was loaded")
+
+    monkeypatch.setitem(sys.modules, "a_class", Lazy)
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    with torch_bridge.patch():
+        assert torch.nn.functional.scaled_dot_product_attention is sdpa
+    assert torch.nn.functional.scaled_dot_product_attention is Lazy.real
 
 
 def test_causal_bias_of_packed_functions():

@@ -5,6 +5,7 @@ import math
 import numbers
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -66,7 +67,8 @@ def scaled_dot_product_attention(
         the scores, and differentiable; -1e5 or less hides the key, and where no sum is above -9e4, all keys may be hidden.
         Or a :class:`torch.nn.attention.bias.CausalBias`.
       dropout_p: the share of probabilities that are dropped, in [0, 1), by PyTorch's default generator; the others are
-        divided by 1 - dropout_p.  Every derivative drops the same.
+        divided by 1 - dropout_p.  Every derivative drops the same; but torch.func.linearize, which traces, draws anew
+        whenever its result is called, as of PyTorch's own dropout.
       is_causal: query i attends to keys 0 … i.  Not together with `attn_mask`.
       scale: σ, a number; 1 / sqrt(E) by default.
       enable_gqa: let Hq be a multiple of H; consecutive groups of Hq // H query heads share a key head
@@ -107,10 +109,18 @@ def scaled_dot_product_attention(
         _check_tensor("key", key)
         is_causal, causal_alignment, attn_mask = True, _alignment_of(attn_mask, query, key, causal_alignment), None
     options: tuple[str, ...] = ()
-    if dropout_p or causal_alignment != "upper_left" or local_window_size is not None or logits_soft_cap is not None:
+    no_number = dropout_p is None or isinstance(dropout_p, Tensor)
+    if (
+        no_number
+        or dropout_p
+        or causal_alignment != "upper_left"
+        or local_window_size is not None
+        or logits_soft_cap is not None
+    ):
         options = _options(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
     selection = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
     if any(a is not None for a in selection):
+        _check_tensor("query", query)
         named = zip(SELECTABLE, selection, strict=True)
         _check_devices(query, ((name, a) for name, a in named if a is not None))
     else:
@@ -173,7 +183,10 @@ def patch() -> Iterator[None]:
     with _Patch.lock:
         if not _Patch.count:
             _Patch.original, _Patch.places = torch.nn.functional.scaled_dot_product_attention, []
-        loaded = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+        modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+        loaded = [
+            object.__getattribute__(module, "__dict__") for module in modules
+        ]  # some have one of their own, that loads
         places = [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]
         _Patch.places += places
         for names, name in places:
@@ -208,9 +221,9 @@ def _alignment_of(bias: CausalBias, query: Tensor, key: Tensor, alignment: str) 
 
 def _options(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
     """The words of `operators.case_of`."""
-    for name, value in (("dropout_p", dropout_p), ("logits_soft_cap", soft_cap)):
-        if value is not None:
-            _check_number(name, value)
+    _check_number("dropout_p", dropout_p)
+    if soft_cap is not None:
+        _check_number("logits_soft_cap", soft_cap)
     pair, soft_cap, rate = window_of(window), soft_cap_of(soft_cap), dropout_rate_of("dropout_p", dropout_p)
     words = [f"{side}={n}" for side, n in zip(("left", "right"), pair or (None, None), strict=True) if n is not None]
     words += ["lower_right"] if lower_right_of(alignment) else []

@@ -42,7 +42,7 @@ class TorchLauncher:
 
     def summed(self, array: torch.Tensor, by_column: bool, like: torch.Tensor) -> torch.Tensor:
         array = array[:, :, None, :] if by_column else array[..., None]
-        return array.sum_to_size(like.shape).to(like.dtype)
+        return _owned(array.sum_to_size(like.shape).to(like.dtype))
 
     def launch(
         self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
@@ -170,10 +170,14 @@ def _as(a, like):
     return None if a is None else a.to(like.dtype)
 
 
+def _owned(a):
+    """A result, where it is, but not as a view, which autograd lets nobody change."""
+    return a.new_empty(0).set_(a.untyped_storage(), a.storage_offset(), a.shape, a.stride())
+
+
 def _by_head(a):
-    """[B, N, T, D] of a result, where it is: not as a view, which autograd lets nobody change."""
-    view = a.transpose(1, 2)
-    return a.new_empty(0).set_(a.untyped_storage(), 0, view.shape, view.stride())
+    """[B, N, T, D] of a result."""
+    return _owned(a.transpose(1, 2))
 
 
 def _by_length(a):

@@ -69,7 +69,7 @@ def _below(name, *args):
     direct = (
         args[0].is_cuda
         and all(
-            type(a) in (torch.Tensor, torch.nn.Parameter) and not a.is_neg()
+            type(a) in (torch.Tensor, torch.nn.Parameter) and not a.is_neg() and not a._is_zerotensor()
             for a in args
             if isinstance(a, torch.Tensor)
         )
