@@ -62,7 +62,7 @@ def dot_product_attention(
       bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S], or with K heads.  Differentiable.  Where
         it is -1e5 or less, the key is hidden, as by -inf; where no score with it is above -9e4, all keys may be.
       mask: boolean, True where a query attends to a key; broadcast likewise.
-      scale: σ, a number; 1 / sqrt(H) by default.
+      scale: σ, a number; 1 / sqrt(H) by default.  A traced one, differentiable, multiplies `query`, and is rounded with it.
       is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
       query_seq_lengths: int32 [B]; queries from there on give zeros.
       key_value_seq_lengths: int32 [B]; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
@@ -126,6 +126,8 @@ def dot_product_attention(
     given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
     x = Operands(*given.values())
     check_operands(x)
+    if isinstance(scale, jax.core.Tracer):
+        x, scale = x._replace(query=_times(x.query, scale)), 1
     sink_scores = as_array("sinks", sinks)
     if sinks is not None and sink_scores.dtype.name not in DTYPES:
         raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sink_scores.dtype}; cast it")
@@ -154,10 +156,9 @@ def dot_product_attention(
     output, log_sum_exp = attend(problem, *x)
     if sinks is not None:
         output, log_sum_exp = _with_sinks(output, log_sum_exp, sink_scores)
-    residual = jnp.swapaxes(log_sum_exp, 1, 2)
     if ndim == 3:
-        output, residual = output[0], residual[0]
-    return (output, residual) if with_residual else output
+        output, log_sum_exp = output[0], log_sum_exp[0]
+    return (output, log_sum_exp.mT) if with_residual else output
 
 
 def as_array(name: str, a: Any) -> Any:
@@ -184,10 +185,7 @@ def number(name: str, value: Any, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, jax.core.Tracer):
-        remedy = "make it a static argument"
-        if name == "scale":
-            remedy = "compute it by numpy, or multiply `query` by it, and pass scale=1"
-        raise TypeError(f"`{name}` must be a number known when the call is traced; {remedy}")
+        raise TypeError(f"`{name}` must be a number known when the call is traced; make it a static argument")
     try:
         value = float(value)
     except OverflowError:
@@ -199,10 +197,17 @@ def number(name: str, value: Any, default: float) -> float:
     return value
 
 
+def _times(query: jax.Array, scale: jax.Array) -> jax.Array:
+    if scale.shape or jnp.issubdtype(scale.dtype, jnp.complexfloating):
+        raise TypeError(f"`scale` must be a real number: got {scale.dtype} of shape {scale.shape}")
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    return (query.astype(dtype) * scale.astype(dtype)).astype(query.dtype)
+
+
 def _with_sinks(o: jax.Array, log_sum_exp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it."""
     sinks = sinks.astype(log_sum_exp.dtype)[None, :, None]
-    seen = log_sum_exp > -jnp.inf
+    seen = log_sum_exp != -jnp.inf  # NaN is seen
     log_sum_exp = jnp.where(seen, log_sum_exp, 0)
     share = jnp.where(seen, jax.nn.sigmoid(log_sum_exp - sinks), 0).mT[..., None]
     return (o.astype(share.dtype) * share).astype(o.dtype), jnp.where(seen, jnp.logaddexp(log_sum_exp, sinks), sinks)

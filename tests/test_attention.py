@@ -285,12 +285,27 @@ def test_errors_at_the_door(arguments, error, text, implementation):
         dot_product_attention(**arguments, implementation=implementation)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_traced_scale_is_differentiated(dtype):
+    x = tuple(jnp.asarray(a, dtype) for a in (QUERY, KEY, VALUE))
+
+    def derivatives(attention):
+        loss = lambda scale: (attention(*x, scale=scale, is_causal=True).astype(jnp.float32) ** 2).sum()
+        scales = jnp.array([0.5, -0.25])
+        return jax.jit(jax.vmap(jax.value_and_grad(loss)))(scales), jax.jvp(jax.grad(loss), (0.5,), (1.0,))
+
+    want, got = derivatives(jax.nn.dot_product_attention), derivatives(dot_product_attention)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4 if dtype == jnp.float32 else 3e-2), got, want)
+    root = jax.jit(lambda *x: dot_product_attention(*x, scale=1 / jnp.sqrt(H)))(*x)
+    np.testing.assert_allclose(*np.float32([root, dot_product_attention(*x)]), rtol=1e-5, atol=2e-2)
+
+
 def test_errors_under_jit():
-    with pytest.raises(
-        TypeError,
-        match=r"`scale` must be a number known when .* traced; compute it by numpy, or multiply `query` by it, and pass scale=1",
-    ):
-        jax.jit(lambda s: dot_product_attention(**changed(), scale=s))(0.5)
+    with pytest.raises(TypeError, match=r"`logits_soft_cap` must be a number known when .* traced; make it a static"):
+        jax.jit(lambda c: dot_product_attention(**changed(), logits_soft_cap=c))(0.5)
+    for scale, got in ((jnp.ones(2), r"float32 of shape \(2,\)"), (1j, r"complex64 of shape \(\)")):
+        with pytest.raises(TypeError, match="`scale` must be a real number: got " + got):
+            jax.jit(lambda s: dot_product_attention(**changed(), scale=s))(scale)
     with pytest.raises(TypeError, match=r"`is_causal` must be True or False when .* traced; make it a static argument"):
         jax.jit(lambda c: dot_product_attention(**changed(), is_causal=c))(True)
     with pytest.raises(ValueError, match=r"`implementation` must be one of .*: got 'cudnn'"):
@@ -378,6 +393,23 @@ def test_nan_is_found_where_jax_looks_for_it(wrap):
         attend(q)
         with pytest.raises(FloatingPointError, match="nan"):
             attend(q.at[0, 0].set(jnp.nan))
+
+
+def test_rows_that_see_nothing_where_jax_looks_for_infinities():
+    attend = lambda q: dot_product_attention(q, q, q, key_value_seq_lengths=jnp.zeros(1, jnp.int32))
+    q = jnp.ones((1, 5, 2, 4))
+    with jax.debug_infs(True):
+        assert not attend(q).any()
+        assert not jax.grad(lambda q: attend(q).sum())(q).any()
+
+
+def test_sinks_do_not_hide_nan():
+    q, k = jnp.full((1, 2, 1, 4), jnp.nan), jnp.ones((1, 3, 1, 4))
+    attend = lambda sinks: dot_product_attention(q, k, k, sinks=sinks, return_residual=True)
+    for result in range(2):
+        value, gradient = jax.value_and_grad(lambda sinks, i=result: attend(sinks)[i].sum())(jnp.zeros(1))
+        assert jnp.isnan(value)
+        assert jnp.isnan(gradient).all()
 
 
 @pytest.mark.parametrize(

@@ -864,6 +864,12 @@ def test_changes_in_place():
     assert not any(a._is_view() for a in (o, lse, t_o, mu, *gradients))
 
 
+def test_sinks_do_not_hide_nan():
+    sinks = torch.zeros(1, requires_grad=True)
+    sdpa(torch.full((1, 1, 2, 4), torch.nan), *(torch.ones(1, 1, 3, 4),) * 2, sinks=sinks).sum().backward()
+    assert sinks.grad.isnan().all()
+
+
 def test_patches_that_overlap():
     real = torch.nn.functional.scaled_dot_product_attention
     first, second = torch_bridge.patch(), torch_bridge.patch()

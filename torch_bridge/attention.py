@@ -248,7 +248,7 @@ def _select(selection, options, q: Tensor, k: Tensor) -> tuple[Tensor | None, st
 
 def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
     """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it."""
-    seen = log_sum_exp > -torch.inf
+    seen = log_sum_exp != -torch.inf  # NaN is seen
     log_sum_exp = log_sum_exp.masked_fill(~seen, 0)
     share = torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype)[:, None]) * seen
     # in the memory order of o: PyTorch cannot change a tangent's where sizes are symbolic
