@@ -92,8 +92,9 @@ def dot_product_attention(
       zeros and -inf, with zero derivatives.
 
     Raises:
-      ValueError: shapes that do not fit or are symbolic beyond the batch, or an `implementation` that does not serve the call.
-      TypeError: dtypes that are not supported or differ, numbers and flags that are none or traced.
+      ValueError: shapes that do not fit or are symbolic beyond the batch, numbers out of range, one of two arguments that go
+        together, or an `implementation` that is unknown or does not serve the call.
+      TypeError: dtypes that are not supported or differ, arguments that are no number or flag, or traced (but `scale`).
       NotImplementedError: kernels are asked for by name, and a job of the derivative does not fit the GPU.
 
     Float32 products follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.

@@ -1,6 +1,7 @@
 """`attention_fn` for `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
 
-    layer = nnx.MultiHeadAttention(..., attention_fn=jax_flash_jvp.flax.attention_fn)
+    from jax_flash_jvp.flax import attention_fn
+    layer = nnx.MultiHeadAttention(..., attention_fn=attention_fn)
 
 Options are fixed with `functools.partial(attention_fn, implementation="triton", local_window_size=(256, 0))`.
 Flax itself is not imported: the two classes only agree on the names of the arguments.

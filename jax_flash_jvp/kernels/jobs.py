@@ -44,7 +44,7 @@ def tangent(launcher, problem, x, log_sum_exp, tx):
 
 
 def backward(launcher, problem, x, y, cy, want):
-    """The wanted gradients of (q, k, v), for y = (o, ℓ) and its cotangents cy, either of which may be None."""
+    """The wanted gradients of (q, k, v, bias), for y = (o, ℓ) and its cotangents cy, either of which may be None."""
     family = portable if cy[0] is None else _family("backward", launcher, problem, x)
     return family.backward(launcher, problem, x, y, cy, want)
 

@@ -85,6 +85,9 @@ FROM: dict[int, dict[str, float]] = {
 }
 
 
+SERVED = Operands._fields[:3] + ("mask", "query_lengths", "key_lengths", "query_segments", "key_segments")
+
+
 def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
     """What of this call, which the portable kernels serve, these do not, or None."""
     if launcher.target != 90:
@@ -95,8 +98,8 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
         return f"{dtype_of(x.query)} arrays"
     if x.query.shape[-1] > WIDTHS[-1]:
         return f"a head dim of {x.query.shape[-1]}"
-    for name in ("bias", "seed"):
-        if getattr(x, name) is not None:
+    for name, a in x._asdict().items():
+        if a is not None and name not in SERVED:
             return f"`{name}`"
     if problem.soft_cap is not None:
         return "a soft cap"

@@ -1,4 +1,4 @@
-"""The four jobs of attention as launches of the portable kernels, for whichever framework brings a `Launcher`.
+"""The jobs of attention as launches of the portable kernels, for whichever framework brings a `Launcher`.
 
 Arrays have the layout of `problem.py` with one batch axis; queries, keys and values may be strided (their last axis
 contiguous), a tangent has its primal's strides, everything else is contiguous.  What a call uses beyond plain attention is
