@@ -267,6 +267,7 @@ ERRORS = {
     "scale": (TypeError, "`scale` must be a number", lambda: sdpa(A, A, A, scale=torch.tensor(0.5))),
     "scale-nan": (ValueError, "`scale` must be finite in float32", lambda: sdpa(A, A, A, scale=math.nan)),
     "scale-numpy": (ValueError, "`scale` must be finite in float32", lambda: sdpa(A, A, A, scale=np.float32("nan"))),
+    "gqa-number": (TypeError, "`enable_gqa` must be True or False: got int", lambda: sdpa(A, A, A, enable_gqa=1)),
     "causal-text": (TypeError, "`is_causal` must be True or False: got str", lambda: sdpa(A, A, A, is_causal="no")),
     "causal-tensor": (
         TypeError,

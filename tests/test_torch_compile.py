@@ -208,6 +208,22 @@ def test_dual_level_around_a_compiled_model_without_gradients(backend):
             check(run, lambda: by_func(Model(naive), *batch()), "DD")
 
 
+@pytest.mark.skipif(BEFORE_2_14, reason="fails inside of torch: CompiledFunction has no jvp")
+def test_rules_are_not_traced_behind_a_break():
+    weight = tq.mT @ tq
+    weight.requires_grad_()
+
+    def model(y, *_):
+        y = y @ weight
+        torch._dynamo.graph_break()
+        return sdpa(y, y, y)
+
+    run = compiled(lambda: sum(a.square().mean() for a in by_level(model, q, k, None, tq)), "aot_eager", False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not know how to trace")
+        run().backward()
+
+
 def test_double_backward_of_a_compiled_function_is_refused_by_torch():
     a = q.clone().requires_grad_()
     (first,) = torch.autograd.grad(compiled(square(of_query(sdpa)), "aot_eager")(a), a, create_graph=True)

@@ -102,6 +102,7 @@ def scaled_dot_product_attention(
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
     _check_flag("is_causal", is_causal)
+    _check_flag("enable_gqa", enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("`attn_mask` and `is_causal` must not be given together: mask the future in `attn_mask`")
     if isinstance(attn_mask, CausalBias):
@@ -109,14 +110,8 @@ def scaled_dot_product_attention(
         _check_tensor("key", key)
         is_causal, causal_alignment, attn_mask = True, _alignment_of(attn_mask, query, key, causal_alignment), None
     options: tuple[str, ...] = ()
-    no_number = dropout_p is None or isinstance(dropout_p, Tensor)
-    if (
-        no_number
-        or dropout_p
-        or causal_alignment != "upper_left"
-        or local_window_size is not None
-        or logits_soft_cap is not None
-    ):
+    plain = type(dropout_p) in (int, float) and not dropout_p and causal_alignment == "upper_left"
+    if not plain or local_window_size is not None or logits_soft_cap is not None:
         options = _options(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
     selection = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
     if any(a is not None for a in selection):
@@ -184,9 +179,8 @@ def patch() -> Iterator[None]:
         if not _Patch.count:
             _Patch.original, _Patch.places = torch.nn.functional.scaled_dot_product_attention, []
         modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-        loaded = [
-            object.__getattribute__(module, "__dict__") for module in modules
-        ]  # some have one of their own, that loads
+        # not module.__dict__: some answer for themselves, and load what is asked for
+        loaded = [object.__getattribute__(module, "__dict__") for module in modules]
         places = [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]
         _Patch.places += places
         for names, name in places:

@@ -18,6 +18,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # private
+from torch._dynamo.decorators import skip  # private too: this frame alone is not traced
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -57,7 +58,7 @@ LOST = (
 def outside_dynamo(function):
     """torch.compiler.disable, which costs a microsecond even where nothing is compiled."""
     disabled = torch.compiler.disable(function)
-    return lambda *args: (function if get_eval_frame_callback() is None else disabled)(*args)
+    return skip(lambda *args: (function if get_eval_frame_callback() is None else disabled)(*args))
 
 
 def split(name: str, args):
