@@ -247,7 +247,7 @@ def operators_in(program):
     return [str(n.target).split(".")[1] for n in program.graph.nodes if "torch_bridge" in str(n.target)]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="fails inside of torch: Expected FakeTensor")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="fails inside of torch: Expected FakeTensor")
 def test_export():
     with torch.no_grad():
         for strict in (True, False):
