@@ -117,7 +117,7 @@ def patches(b, h, t, s, size=64):
 
 
 SHARED = {
-    "more-blocks": ((2, 250, 330, 4, 2, 64), 9, False),
+    "more-blocks": ((2, 250, 580, 4, 2, 64), 3, False),
     "fewer-blocks": ((1, 140, 700, 1, 1, 64), 7, False),
     "D128": ((1, 300, 290, 1, 1, 128), 5, False),
     "D72": ((1, 260, 300, 2, 1, 72), 7, False),

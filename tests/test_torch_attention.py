@@ -289,7 +289,8 @@ ERRORS = {
         "`logits_soft_cap` must be a number",
         lambda: sdpa(X, X, X, logits_soft_cap=torch.tensor(0.7)),
     ),
-    "tensor-rate": (TypeError, "`dropout_p` must be a number", lambda: sdpa(X, X, X, dropout_p=torch.tensor(0.0))),
+    "tensor-rate": (TypeError, "`dropout_p` must be a number", lambda: sdpa(X, X, X, dropout_p=torch.tensor(0.7))),
+    "tensor-rate-zero": (TypeError, "`dropout_p` must be a number", lambda: sdpa(X, X, X, dropout_p=torch.tensor(0.0))),
     "no-rate": (TypeError, "`dropout_p` must be a number", lambda: sdpa(X, X, X, dropout_p=None)),
     "no-tensor": (
         TypeError,
@@ -858,11 +859,13 @@ def test_changes_in_place():
         assert not a[0].any()
         torch.testing.assert_close(a[1], 2 * b[1])
     launch = pytest.importorskip("torch_bridge.launch")
-    make = lambda seed: (*(dense(1, 2, 17, 16, seed=seed + i) for i in range(3)), dense(1, 2, 1, 17, seed=seed + 9))
-    x, tx, case = make(0), make(3), reference.Case(Problem(0.25))
-    o, lse, t_o, mu = launch.run(NumpyLauncher(), "forward_dual", case, x, tx)
-    gradients = launch.run(NumpyLauncher(), "backward", case, x, y=(o, lse), cy=(t_o, None), want=[True] * 4)
-    assert not any(a._is_view() for a in (o, lse, t_o, mu, *gradients))
+    for bias in (None, dense(1, 2, 1, 17, seed=9)):
+        make = lambda seed: (*(dense(1, 2, 17, 16, seed=seed + i) for i in range(3)), bias)
+        x, tx, case = make(0), make(3), reference.Case(Problem(0.25))
+        o, lse, t_o, mu = launch.run(NumpyLauncher(), "forward_dual", case, x, tx)
+        want = [True] * 3 + [bias is not None]
+        gradients = launch.run(NumpyLauncher(), "backward", case, x, y=(o, lse), cy=(t_o, None), want=want)
+        assert not any(a._is_view() for a in (o, lse, t_o, mu, *gradients[: sum(want)]))
 
 
 def test_sinks_do_not_hide_nan():
