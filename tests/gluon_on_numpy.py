@@ -297,7 +297,7 @@ vars(language).update(
         name: lambda *args, **named: None
         for name in (
             "NVMMASharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "SwizzledSharedLayout",
-            "BlockedLayout",
+            "BlockedLayout", "DistributedLinearLayout",
         )
     },
 )  # fmt: skip

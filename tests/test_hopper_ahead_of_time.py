@@ -108,6 +108,9 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     assert resources.fits(90)
     assert resources.mma.get("wgmma", 0) > 0
     assert resources.spill_stores <= SPILL_MORE.get((job, head_dim, kind), SPILL[kind])
+    assert "st.global.v4.b32" in resources.ptx  # results, sixteen bytes a thread
+    if kind in ("whole", "persistent"):  # others clean tiles in shared memory
+        assert "st.shared.v4" not in resources.ptx
 
 
 @pytest.mark.parametrize("head_dim", [32, 72, 128])
@@ -116,6 +119,26 @@ def test_merging_compiles(job, head_dim):
     kernel, signature, constants, options = last_launch(job, head_dim, "shared", merge=True)
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert resources.spill_stores == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "head_dim", "share"),
+    [
+        (24, 1024, 64, 0),
+        (24, 1024, 128, 0),
+        (33, 1024, 128, 0),
+        (4, 2048, 128, 16),
+        (4, 2048, 64, 8),
+        (29, 8192, 64, 8),
+        (32, 8192, 64, 33),
+        (3, 10**7, 64, 44390),
+    ],
+)
+def test_tiles_of_shared_blocks_that_a_program_has(heads, length, head_dim, share):
+    """Of forward + tangent on 132 multiprocessors: as few as give all of them as many, or halves of a block, and the like."""
+    x = Operands(*[jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)] * 3)
+    call = jobs._Call(Recorder(90), Problem(scale=0.1), x)
+    assert call.rounds(jobs.FORWARD_DUAL[head_dim], by_key=False)[1] == share
 
 
 def test_hopper_on_another_gpu():

@@ -1,5 +1,6 @@
 """The Hopper kernels on numpy, against the tiled reference."""
 
+import contextlib
 import functools
 import itertools
 
@@ -118,17 +119,19 @@ def patches(b, h, t, s, size=64):
 
 SHARED = {
     "more-blocks": ((2, 250, 580, 4, 2, 64), 3, False),
-    "fewer-blocks": ((1, 140, 700, 1, 1, 64), 7, False),
+    "fewer-blocks": ((1, 140, 700, 1, 1, 64), 8, False),
     "D128": ((1, 300, 290, 1, 1, 128), 5, False),
-    "D72": ((1, 260, 300, 2, 1, 72), 7, False),
-    "three-warpgroups": ((1, 900, 200, 1, 1, 64), 3, False),
+    "D72": ((1, 260, 300, 2, 1, 72), 5, False),
+    "three-warpgroups": ((1, 900, 400, 1, 1, 64), 3, False),
+    "two-and-three": ((1, 900, 200, 1, 1, 64), 7, False),
     "whole-tiles-late": ((1, 256, 384, 1, 1, 64), 5, True),
 }
 
 
 @pytest.fixture
 def shared_always(monkeypatch):
-    monkeypatch.setattr(hopper, "SHARING", -100)
+    monkeypatch.setattr(hopper, "SHARING", dict.fromkeys(hopper.WIDTHS, -100))
+    monkeypatch.setattr(hopper, "PART", 0)
 
 
 @pytest.mark.usefixtures("shared_always")
@@ -154,6 +157,19 @@ def test_parts_that_see_nothing():
 
 
 @pytest.mark.usefixtures("shared_always")
+@pytest.mark.parametrize("broken", [False, True], ids=["", "broken"])
+def test_programs_without_a_share_compute_whole_blocks(monkeypatch, broken):
+    """Where parts are dear, few programs have any."""
+    monkeypatch.setattr(hopper, "PART", 1)
+    old = "gl.minimum(gl.program_id(0) * call.share, total)"
+    launcher = gluon_on_numpy.Launcher(
+        *((old, "gl.program_id(0) * call.share") if broken else ()), multiprocessors=5
+    )  # fmt: skip
+    with pytest.raises(AssertionError) if broken else contextlib.nullcontext():
+        check(problem(128, False), *operands((1, 768, 512, 1, 1, 128)), launcher=launcher)
+
+
+@pytest.mark.usefixtures("shared_always")
 @pytest.mark.parametrize("wrt", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_blocks_that_programs_share_without_some_tangents(wrt):
     x, tx = operands((1, 140, 300, 1, 1, 64))
@@ -163,8 +179,8 @@ def test_blocks_that_programs_share_without_some_tangents(wrt):
 
 
 SHARED_MUTANTS = {
-    "a-tile-lost": ("return first, first + each + gl.where(p < more, 1, 0)", "return first, first + each"),
-    "part-in-another-place": ("place = p + block", "place = p"),
+    "a-tile-lost": ("gl.minimum(first + call.share, total)", "gl.minimum(first + call.share, total - 1)"),
+    "part-in-another-place": ("place = gl.program_id(0) + block", "place = gl.program_id(0)"),
     "last-part-left-out": ("for p in range(first, last + 1):", "for p in range(first, last):"),
     "weights-ignored": ("b_o = old * b_o + new * b_x", "b_o = b_o + b_x"),
     "sums-not-rescaled": ("b_sum *= gl.exp2((b_m - m_new) * LOG2E)", "pass"),

@@ -544,7 +544,7 @@ def program(arrays, statistics, results, scale, call, selection, options):
 def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, LSE2, MU, DELTA, T_DELTA,
-    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole,
+    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share,
     DA, DC, TDA, TDC, PARTS,
     D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
@@ -565,7 +565,7 @@ def backward(
         LQ = LQ // T * T  # as in portable/backward.py
     program(
         Arrays(a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d), Statistics(LSE2, MU, DELTA, T_DELTA),
-        Results(DA, DC, TDA, TDC, PARTS), scale, Call(n, HQ, GROUP, LQ, LK, left, right, n_whole),
+        Results(DA, DC, TDA, TDC, PARTS), scale, Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
             D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, masks(FEATURES, ROW, RAGGED),

@@ -507,7 +507,7 @@ def program(arrays, SAVED, results, scale, call, selection, options):
 @gluon.jit
 def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,
-    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole,
+    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share,
     O, LSE, TO, MU, PARTS,
     D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     FEATURES: gl.constexpr,
@@ -516,7 +516,7 @@ def forward(
     PAIRS: gl.constexpr = SLOTS // (2 if HAS_TK or HAS_TV else 1)
     program(
         Arrays(q_d, tq_d, k_d, tk_d, v_d, tv_d), SAVED, Results(O, LSE, TO, MU, PARTS), scale,
-        Call(n, HQ, GROUP, LQ, LK, left, right, n_whole),
+        Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(D, C, BN, PAIRS, GROUPS, TURNS, masks(FEATURES, True, RAGGED), FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR),
     )  # fmt: skip

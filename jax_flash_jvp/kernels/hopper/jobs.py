@@ -24,9 +24,10 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
-# Blocks that would leave multiprocessors without one at the end are shared by all programs, where that saves more tiles than
-# it costs: the ends of parts, and putting them together, so many rows a program.
-SHARING, MERGED_ROWS = 8, 16
+# Blocks that would leave multiprocessors without one at the end are shared, where that saves more tiles than it costs: so many,
+# by width, to launch what puts the parts together, and one for each part of a block.
+SHARING, PART = {32: 3, 64: 3, 96: 6, 128: 6}, 1
+MERGED_ROWS = 16  # that a program puts together
 
 
 class Ring(NamedTuple):
@@ -161,14 +162,22 @@ class _Call:
             return triton.cdiv(self.query_length, ring.tile) * (self.query_heads // self.key_heads)
         return triton.cdiv(self.key_length, ring.tile)
 
-    def rounds(self, ring: Ring, by_key: bool) -> tuple[float, bool]:
-        """How long all blocks take, as multiples of one, and whether all programs share the last of them for that."""
+    def rounds(self, ring: Ring, by_key: bool) -> tuple[float, int]:
+        """(how long all blocks take, as multiples of one, how many tiles of the last of them a program has for that), 0 where
+        they are not shared."""
         blocks, n_tiles = self.blocks(ring.groups, by_key), self.tiles(ring, by_key)
         at_once = self.launcher.multiprocessors or 1
-        whole, shared = triton.cdiv(blocks, at_once), blocks / at_once * ring.slowdown + SHARING / n_tiles
-        if self.alike and shared < whole and blocks % at_once * n_tiles >= at_once:
-            return shared, True
-        return whole, False
+        whole, rest = divmod(blocks, at_once)
+        least = triton.cdiv(rest * n_tiles, at_once)
+        if self.alike and 0 < least < n_tiles:
+            parts = lambda share: -(-n_tiles // share) + (n_tiles % share > 0)  # of a block, at most
+            tiles = lambda share: share + PART * parts(share) + SHARING[self.width]
+            even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer parts
+            share = min((least, *even), key=tiles)
+            shared = ring.slowdown * (whole + tiles(share) / n_tiles)
+            if shared < whole + 1:
+                return shared, share
+        return whole + (rest > 0), 0
 
     def ring(self, ring: Ring, by_key: bool = False) -> Ring:
         """For this call: the tile of a mask takes room, blocks of which there are lists have a power of two of rows, and two
@@ -182,32 +191,34 @@ class _Call:
                 return pair
         return ring
 
-    def schedule(self, kernel, ring: Ring, by_key: bool) -> tuple[int, int, str]:
-        """(programs, blocks that one of them each computes, words for the kernel).  Blocks are alike where nothing but the
-        ragged end is masked."""
+    def schedule(self, kernel, ring: Ring, by_key: bool) -> tuple[int, int, int, str]:
+        """(programs, blocks that one of them each computes, tiles of the others for each, words for the kernel).  Blocks are
+        alike where nothing but the ragged end is masked."""
         blocks = self.blocks(ring.groups, by_key)
         at_once = self.launcher.multiprocessors or blocks
-        if self.rounds(ring, by_key)[1]:
-            return at_once, blocks // at_once * at_once, " persistent shared"
+        share = self.rounds(ring, by_key)[1]
+        if share:
+            return at_once, blocks // at_once * at_once, share, " persistent shared"
         if self.alike and blocks > at_once and self.tiles(ring, by_key) * ring.tile <= PERSISTENT[kernel.__name__]:
-            return at_once, blocks, " persistent"
-        return blocks, blocks, ""
+            return at_once, blocks, 0, " persistent"
+        return blocks, blocks, 0, ""
 
     def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, merge: Merge, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
-        programs, whole, words = self.schedule(kernel, ring, by_key)
-        blocks, rows = self.blocks(ring.groups, by_key), GROUP * ring.groups
+        programs, whole, share, words = self.schedule(kernel, ring, by_key)
+        blocks, rows, n_tiles = self.blocks(ring.groups, by_key), GROUP * ring.groups, self.tiles(ring, by_key)
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         x, placeholder, tiles, parts = self.x, Output((1,), "float32"), None, None
         if "tiles" in self.words:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
         if whole < blocks:
             size = part_size(rows, merge.arrays, merge.statistics, self.head_dim)
-            parts = Output(((programs + blocks - whole) * size,), "float32")
+            sharing = triton.cdiv((blocks - whole) * n_tiles, share)  # programs
+            parts = Output(((sharing + blocks - whole - 1) * size,), "float32")
         *got, parts = self.launcher.launch(
             kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
-            (float(self.problem.scale), blocks, *self.scalars, whole),
+            (float(self.problem.scale), blocks, *self.scalars, whole, share),
             [placeholder if o is None else o for o in (*outputs, parts)],
             dict(
                 D=self.columns, C=self.head_dim, FEATURES=self.features + words, SLOTS=ring.slots, GROUPS=ring.groups,
@@ -220,7 +231,7 @@ class _Call:
             places = [i for i, a in enumerate(got) if a is not None]
             updated = self.launcher.launch(
                 merge.kernel, (blocks - whole) * (rows // MERGED_ROWS), (parts, *got),
-                (blocks, whole, programs, self.tiles(ring, by_key), heads, length), (),
+                (whole, share, n_tiles, heads, length), (),
                 dict(merge.constants, D=self.columns, C=self.head_dim, ROWS=rows, BM=MERGED_ROWS), WARPS, 1,
                 updates=[1 + i for i in places],
             )  # fmt: skip

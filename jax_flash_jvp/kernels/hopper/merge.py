@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jax_flash_jvp.kernels.hopper.products import LN2, LOG2E, LOWEST
-from jax_flash_jvp.kernels.hopper.work import part_rows, part_statistic, program_of_tile
+from jax_flash_jvp.kernels.hopper.work import part_rows, part_statistic
 
 
 @gluon.jit
@@ -23,10 +23,9 @@ def rows_of(ROWS: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def sharers(block, programs, n_tiles, n):
-    """The first and the last program with tiles of that one of n blocks."""
-    first = program_of_tile(block * n_tiles, programs, n * n_tiles)
-    return first, program_of_tile(block * n_tiles + n_tiles - 1, programs, n * n_tiles)
+def sharers(block, share, n_tiles):
+    """The first and the last program with tiles of that shared block."""
+    return block * n_tiles // share, (block * n_tiles + n_tiles - 1) // share
 
 
 @gluon.jit
@@ -45,7 +44,7 @@ def store(X, i_bh, H, row, L, o_r, o_c, b_x, C: gl.constexpr):
 
 @gluon.jit
 def merge_forward(
-    PARTS, O, LSE, TO, MU, n, n_whole, programs, n_tiles, H, L,
+    PARTS, O, LSE, TO, MU, n_whole, share, n_tiles, H, L,
     D: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr,
     HAS_O: gl.constexpr, HAS_T: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
@@ -54,7 +53,7 @@ def merge_forward(
     N: gl.constexpr = 2 if HAS_T else 1  # arrays, and statistics
     block, o_r = rows_of(ROWS, BM, r_l)
     o_c = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    first, last = sharers(block, programs, n_tiles, n - n_whole)
+    first, last = sharers(block, share, n_tiles)
     b_m = gl.full([BM], LOWEST, gl.float32, r_l)
     b_sum = gl.zeros([BM], gl.float32, r_l)
     b_mu = gl.zeros([BM], gl.float32, r_l)
@@ -103,14 +102,14 @@ def merge_forward(
 
 @gluon.jit
 def merge_sum(
-    X, I: gl.constexpr, N: gl.constexpr, PARTS, n, n_whole, programs, n_tiles, H, L,
+    X, I: gl.constexpr, N: gl.constexpr, PARTS, n_whole, share, n_tiles, H, L,
     D: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr,
 ):  # fmt: skip
     """The I-th of N arrays."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [4, 1], [1, 0])
     block, o_r = rows_of(ROWS, BM, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    first, last = sharers(block, programs, n_tiles, n - n_whole)
+    first, last = sharers(block, share, n_tiles)
     b_x = gl.zeros([BM, D], gl.float32, layout)
     for p in range(first, last + 1):
         b_x += load_rows(part_rows(PARTS, p + block, I, 0, ROWS, N, 0, C), o_r, o_c, C)
@@ -120,16 +119,16 @@ def merge_sum(
 
 @gluon.jit
 def merge_backward(
-    PARTS, DA, DC, TDA, TDC, n, n_whole, programs, n_tiles, H, L,
+    PARTS, DA, DC, TDA, TDC, n_whole, share, n_tiles, H, L,
     D: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
     ALL: gl.constexpr = WANT_A + WANT_C + WANT_TA + WANT_TC
     if WANT_A:
-        merge_sum(DA, 0, ALL, PARTS, n, n_whole, programs, n_tiles, H, L, D, C, ROWS, BM)
+        merge_sum(DA, 0, ALL, PARTS, n_whole, share, n_tiles, H, L, D, C, ROWS, BM)
     if WANT_C:
-        merge_sum(DC, WANT_A, ALL, PARTS, n, n_whole, programs, n_tiles, H, L, D, C, ROWS, BM)
+        merge_sum(DC, WANT_A, ALL, PARTS, n_whole, share, n_tiles, H, L, D, C, ROWS, BM)
     if WANT_TA:
-        merge_sum(TDA, WANT_A + WANT_C, ALL, PARTS, n, n_whole, programs, n_tiles, H, L, D, C, ROWS, BM)
+        merge_sum(TDA, WANT_A + WANT_C, ALL, PARTS, n_whole, share, n_tiles, H, L, D, C, ROWS, BM)
     if WANT_TC:
-        merge_sum(TDC, ALL - 1, ALL, PARTS, n, n_whole, programs, n_tiles, H, L, D, C, ROWS, BM)
+        merge_sum(TDC, ALL - 1, ALL, PARTS, n_whole, share, n_tiles, H, L, D, C, ROWS, BM)

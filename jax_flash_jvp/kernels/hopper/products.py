@@ -182,14 +182,38 @@ def store_rows_from(X, stride, n, b_x, C: gl.constexpr):
         store_columns(X, stride, n, b_x[PART], C, PART)
 
 
+@triton.constexpr_function
+def neighbours(rows, columns, own):
+    """A product's layout, but that a thread has `own` columns of a row side by side, 4 or 8, not 2."""
+    bits = [[0, 1 << b] for b in range(columns.bit_length() - 1)]
+    beside, lanes, far = (bits[:2], [bits[3], bits[2]], bits[4:]) if own == 4 else (bits[:3], bits[3:5], bits[5:])
+    return gl.DistributedLinearLayout(
+        [*beside, [8, 0], *far], [*lanes, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [rows, columns]
+    )
+
+
+@gluon.jit
+def side_by_side(b_x):
+    """16-bit floats, so that a thread has up to sixteen bytes of a row to store at once.  In two steps, in each of which two
+    threads exchange half of theirs: these the compiler makes of shuffles, where for both at once it wants shared memory."""
+    W: gl.constexpr = b_x.shape[1]
+    b_x = gl.convert_layout(b_x, neighbours(GROUP_ROWS, W, 4))
+    if W >= 32:
+        b_x = gl.convert_layout(b_x, neighbours(GROUP_ROWS, W, 8))
+    return b_x
+
+
 @gluon.jit
 def store_columns(X, stride, n, b_x, C: gl.constexpr, PART: gl.constexpr):
+    b_x = b_x.to(X.dtype.element_ty)
+    if X.dtype.element_ty != gl.float32:
+        b_x = side_by_side(b_x)
     o_r = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, b_x.type.layout))
     o_c = before(C, PART) + gl.arange(0, width(C, PART), layout=gl.SliceLayout(0, b_x.type.layout))
     m_x = gl.expand_dims(o_r < n, 1)
     if before(C, PART) + width(C, PART) > C:
         m_x = m_x & gl.expand_dims(o_c < C, 0)
-    gl.store(X + gl.expand_dims(o_r * stride, 1) + gl.expand_dims(o_c, 0), b_x.to(X.dtype.element_ty), mask=m_x)
+    gl.store(X + gl.expand_dims(o_r * stride, 1) + gl.expand_dims(o_c, 0), b_x, mask=m_x)
 
 
 @gluon.jit

@@ -11,8 +11,9 @@ from jax_flash_jvp.kernels.portable.scores import has
 
 TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 
-# the integers of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not shared
-Call = namedtuple("Call", "n HQ GROUP LQ LK left right n_whole")
+# the integers of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not
+# shared, tiles of the others for each program
+Call = namedtuple("Call", "n HQ GROUP LQ LK left right n_whole share")
 Item = namedtuple("Item", "block first end place")  # the number of a block, its tiles first … end, the place of results
 
 
@@ -33,56 +34,42 @@ def own_block(i, n, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def tiles_of_program(p, programs, n_tiles):
-    """The first and the end, where all programs share n_tiles evenly."""
-    each = n_tiles // programs
-    more = n_tiles % programs
-    first = p * each + gl.minimum(p, more)
-    return first, first + each + gl.where(p < more, 1, 0)
-
-
-@gluon.jit
-def program_of_tile(tile, programs, n_tiles):
-    """The inverse."""
-    each = n_tiles // programs
-    more = n_tiles % programs
-    if tile < more * (each + 1):
-        return tile // (each + 1)
-    else:
-        return (tile - more) // each
+def shared_tiles(call, n_tiles):
+    """The first of this program's, of the tiles of all shared blocks, and the end."""
+    total = (call.n - call.n_whole) * n_tiles
+    first = gl.minimum(gl.program_id(0) * call.share, total)
+    return first, gl.minimum(first + call.share, total)
 
 
 @gluon.jit
 def end_of_items(call, n_tiles, FEATURES: gl.constexpr):
     """A program computes the `item`s program_id, program_id + num_programs … below this, one after the other."""
-    n, n_whole = call.n, call.n_whole
     if has(FEATURES, "shared"):
-        p, programs = gl.program_id(0), gl.num_programs(0)
-        first, end = tiles_of_program(p, programs, (n - n_whole) * n_tiles)
-        return n_whole + p + ((end - 1) // n_tiles - first // n_tiles + 1) * programs
+        first, end = shared_tiles(call, n_tiles)
+        n_parts = (end - 1) // n_tiles - first // n_tiles + 1  # none, if first is the end of all
+        return call.n_whole + gl.program_id(0) + n_parts * gl.num_programs(0)
     else:
-        return n
+        return call.n
 
 
 @gluon.jit
 def item(i, call, n_tiles, FEATURES: gl.constexpr):
     """The first n_whole blocks, of n_tiles each, are one program's each.  The tiles of the others, fewer than there are programs,
-    are "shared" by all: a program has parts of one or two.  Results of a part go to a place of their own, numbered as parts
-    follow each other, from where `merge.py` takes them; those of a whole block, whose place is -1, to where they belong."""
+    are "shared": each program has the next `share` of them, parts of one block or two, until there are none left.  Results of a
+    part go to a place of their own, numbered as parts follow each other, from where `merge.py` takes them; those of a whole
+    block, whose place is -1, to where they belong."""
     first = 0 * n_tiles
     end = n_tiles
     place = -1
     if has(FEATURES, "shared"):
-        n, n_whole = call.n, call.n_whole
+        n_whole = call.n_whole
         if i >= n_whole:
-            p, programs = gl.program_id(0), gl.num_programs(0)
-            share_first, share_end = tiles_of_program(p, programs, (n - n_whole) * n_tiles)
-            k = (i - n_whole) // programs
-            block = share_first // n_tiles + k
+            share_first, share_end = shared_tiles(call, n_tiles)
+            block = share_first // n_tiles + (i - n_whole) // gl.num_programs(0)
             i = n_whole + block
             first = gl.maximum(share_first - block * n_tiles, 0)
             end = gl.minimum(share_end - block * n_tiles, n_tiles)
-            place = p + block
+            place = gl.program_id(0) + block
     return Item(i, first, end, place)
 
 
