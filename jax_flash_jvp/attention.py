@@ -201,7 +201,7 @@ def number(name: str, value: Any, default: float) -> float:
 def _times(query: jax.Array, scale: jax.Array) -> jax.Array:
     if scale.shape or jnp.issubdtype(scale.dtype, jnp.complexfloating):
         raise TypeError(f"`scale` must be a real number: got {scale.dtype} of shape {scale.shape}")
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = np.promote_types(query.dtype, jnp.float32)
     return (query.astype(dtype) * scale.astype(dtype)).astype(query.dtype)
 
 

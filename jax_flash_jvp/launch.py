@@ -303,7 +303,7 @@ def _first_gpu() -> Any:
 
 @functools.cache
 def _import_jax_triton() -> Any:
-    """Imported when the first kernel is lowered: version 0.3 cannot be imported beside a jaxlib without CUDA."""
+    """Imported when the first kernel is lowered: it cannot be used beside a jaxlib without CUDA."""
     cache = os.environ.get("TRITON_CACHE_DIR")
     import triton.backends.nvidia.driver as driver
 
@@ -311,19 +311,21 @@ def _import_jax_triton() -> Any:
         driver.TMA_TF32 = 11  # jax-triton 0.4 reads it, Triton 3.6 lacks it
     try:
         import jax_triton
-    except ImportError as error:
+
+        jax_triton.triton_lib.triton_kernel_call_lib.get_compute_capability  # noqa: B018  (0.4 misses it only where it is used)
+    except (ImportError, AttributeError) as error:
         raise ImportError(
             "the kernels cannot be compiled here: jax-triton needs a JAX with CUDA; install that (`jax[cuda12]` or "
             "`jax[cuda13]`), or ask for `implementation`='xla'"
         ) from error
+    finally:  # jax-triton sets or deletes TRITON_CACHE_DIR, which breaks Triton's own launches in this process
+        if cache is None:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+        else:
+            os.environ["TRITON_CACHE_DIR"] = cache
 
     if hasattr(jax_triton.triton_lib, "TensorDescriptor"):
         from jax_flash_jvp import gluon_launch
 
         gluon_launch.install(jax_triton.triton_lib)
-    # jax-triton sets or deletes TRITON_CACHE_DIR, which breaks Triton's own launches in this process
-    if cache is None:
-        os.environ.pop("TRITON_CACHE_DIR", None)
-    else:
-        os.environ["TRITON_CACHE_DIR"] = cache
     return jax_triton

@@ -300,6 +300,12 @@ def test_a_traced_scale_is_differentiated(dtype):
     np.testing.assert_allclose(*np.float32([root, dot_product_attention(*x)]), rtol=1e-5, atol=2e-2)
 
 
+def test_a_traced_scale_under_strict_promotion():
+    x = tuple(jnp.asarray(a, jnp.bfloat16) for a in (QUERY, KEY, VALUE))
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.jit(lambda scale: dot_product_attention(*x, scale=scale))(jnp.float32(0.3)).dtype == jnp.bfloat16
+
+
 def test_errors_under_jit():
     with pytest.raises(TypeError, match=r"`logits_soft_cap` must be a number known when .* traced; make it a static"):
         jax.jit(lambda c: dot_product_attention(**changed(), logits_soft_cap=c))(0.5)

@@ -1,5 +1,7 @@
 """What `compiled` and `recorded` say of small kernels."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import triton.language as tl
 from jaxlib import gpu_triton
 
 from compiled import compiled
+from jax_flash_jvp import dot_product_attention, launch
 from recorded import import_jax_triton, launches_of, record_launches
 
 
@@ -95,3 +98,15 @@ def test_records_each_launch_and_leaves_nothing():
     assert before == dict(vars(gpu_triton))
     for _ in range(2):
         assert len(launches_of(multiply, a, b)) == 1
+
+
+@pytest.mark.skipif(hasattr(gpu_triton, "get_compute_capability"), reason="a jaxlib with CUDA")
+def test_lowering_for_a_gpu_where_that_cannot_be(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "a place of the user's")
+    # not what another test of this process imported with launches recorded
+    monkeypatch.setattr(launch, "_import_jax_triton", launch._import_jax_triton.__wrapped__)
+    q = jnp.ones((1, 4, 1, 8))
+    function = jax.jit(lambda q: dot_product_attention(q, q, q))
+    with pytest.raises(ImportError, match="cannot be compiled here"):
+        function.trace(q).lower(lowering_platforms=("cuda",))
+    assert os.environ["TRITON_CACHE_DIR"] == "a place of the user's"
