@@ -918,3 +918,28 @@ def test_autocast_converts_floating_point_alone(dtype):
 
 def test_a_rate_that_rounds_to_one():
     assert sdpa(X, X, X, dropout_p=1 - 1e-9).isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ __torch_function__
+
+
+def test_functions_are_overridden_as_those_of_torch():
+    class Named(torch.Tensor):
+        pass
+
+    seen = []
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    attend = lambda q: sdpa(q, k, v, is_causal=True, local_window_size=2)
+    named = attend(q.as_subclass(Named))
+    assert type(named) is Named
+    with Seeing():
+        got = attend(q)
+    assert seen == [sdpa]
+    for result in (named.as_subclass(torch.Tensor), got, torch.fx.symbolic_trace(attend)(q)):
+        torch.testing.assert_close(result, attend(q))

@@ -1,5 +1,10 @@
 """torch.compile and torch.export: right numbers by the kernels of eager mode, or a clear error; never wrong numbers."""
 
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -24,6 +29,7 @@ from test_torch_oracle import (  # noqa: E402
     plain_loss,
 )
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+from torch_bridge.attention import CODE  # noqa: E402
 
 torch.manual_seed(0)
 q, k, v, tq, tk, tv = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(6))
@@ -206,6 +212,32 @@ def test_dual_level_around_a_compiled_model_without_gradients(backend):
                 run()
         else:
             check(run, lambda: by_func(Model(naive), *batch()), "DD")
+
+
+def test_programs_name_the_sources_of_their_gradients():
+    """PyTorch keeps them on disk by operators' names and arguments: after an update, old gradients would be used."""
+    graphs = []
+    torch.compile(sdpa, backend=lambda graph, _: graphs.append(graph.code) or graph.forward)(*x)
+    assert CODE in graphs[0]
+
+
+@pytest.mark.slow
+def test_programs_of_other_sources_are_not_used(tmp_path):
+    program = """if True:
+        import torch, torch_bridge
+        q = torch.ones(1, 1, 4, 8).cumsum(2).requires_grad_()
+        function = torch.compile(lambda q: torch_bridge.scaled_dot_product_attention(q, q, q).sum())
+        print(torch.autograd.grad(function(q), q)[0].sum().item())"""
+    package = pathlib.Path(torch_bridge.__file__).parent
+    shutil.copytree(package, tmp_path / package.name)
+    rule = tmp_path / package.name / "rules.py"
+    old, new = "return ops.backward(", "return tuple(2 * g for g in ops.backward("
+    options = dict(cwd=tmp_path, env=dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{tmp_path / 'cache'}"), text=True)
+    run = lambda: float(subprocess.check_output([sys.executable, "-c", program], **options))
+    before, source = run(), rule.read_text()
+    line = next(line for line in source.splitlines() if old in line)
+    rule.write_text(source.replace(line, line.replace(old, new) + ")"))
+    assert run() == pytest.approx(2 * before)
 
 
 @pytest.mark.skipif(BEFORE_2_14, reason="fails inside of torch: CompiledFunction has no jvp")

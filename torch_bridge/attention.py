@@ -3,9 +3,11 @@
 import contextlib
 import math
 import numbers
+import pathlib
 import sys
 import threading
 import types
+import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack  # private
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import handle_torch_function, has_torch_function
 
 from jax_flash_jvp.problem import (
     DTYPES,
@@ -29,6 +32,9 @@ from torch_bridge.operators import SELECTED, ops
 
 FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 DROPS_DERIVATIVES = torch.__version__ < "2.12"  # in inference mode, of every operator
+# Of this package's sources.  PyTorch keeps compiled programs on disk, gradients included, by the names and arguments of their
+# operators: without this option, which says nothing to them, those of another version would be used.
+CODE = f"code={zlib.crc32(b''.join(p.read_bytes() for p in sorted(pathlib.Path(__file__).parent.glob('*.py')))):08x}"
 
 
 def scaled_dot_product_attention(
@@ -101,6 +107,14 @@ def scaled_dot_product_attention(
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
+    if has_torch_function((query, key, value)):  # subclasses, modes, torch.fx
+        return handle_torch_function(
+            scaled_dot_product_attention, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal,
+            scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment, local_window_size=local_window_size,
+            query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
+            logits_soft_cap=logits_soft_cap, sinks=sinks,
+        )  # fmt: skip
     _check_flag("is_causal", is_causal)
     _check_flag("enable_gqa", enable_gqa)
     if is_causal and attn_mask is not None:
@@ -286,6 +300,8 @@ def _attend(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     selected, options = _select(selection, options, q, k)
     compiled = torch.compiler.is_compiling()
+    if compiled:
+        options = f"{options} {CODE}"
     o, log_sum_exp = ops.forward(q, k, v, mask, selected, bool(is_causal), scale, options, compiled)
     if sinks is not None:
         o = _with_sinks(o, log_sum_exp, sinks)
