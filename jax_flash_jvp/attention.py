@@ -64,8 +64,8 @@ def dot_product_attention(
       mask: boolean, True where a query attends to a key; broadcast likewise.
       scale: σ, a number; 1 / sqrt(H) by default.  A traced one, differentiable, multiplies `query`, and is rounded with it.
       is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
-      query_seq_lengths: int32 [B]; queries from there on give zeros.
-      key_value_seq_lengths: int32 [B]; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
+      query_seq_lengths: int32 [B], or a number where `query` is [T, N, H]; queries from there on give zeros.
+      key_value_seq_lengths: int32, likewise; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
         may hold anything; NaN in keys that are hidden otherwise may reach queries nearby.
       local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right; None for one
         of the two does not limit it.
@@ -75,7 +75,8 @@ def dot_product_attention(
         debugging them.
       return_residual: also return the log-sum-exp of the scores.
       causal_alignment: "upper_left", as in jax.nn, or "lower_right": then `is_causal` and `local_window_size` count queries
-        from the end, i + S - T in place of i, so that the last query sees the last key, as when decoding.
+        from the end, i + S - T in place of i, so that the last query sees the last key, as when decoding.  T and S are those
+        of the arrays, whatever the lengths: of a padded cache, pass what is filled, or a `mask`.
       query_segment_ids: int32 [B, T], or [T] where `query` is [T, N, H]; a query attends to keys of its own segment: packed
         documents.  Where they are in order, tiles without a common segment are not visited.
       key_value_segment_ids: int32 [B, S], or [S]; given together with `query_segment_ids`.
@@ -120,8 +121,8 @@ def dot_product_attention(
     for name in arrays:
         if given[name] is not None:
             given[name] = _four_dimensional(name, given[name])
-    for name in segments:
-        if given[name] is not None and ndim == 3 and given[name].ndim == 1:
+    for name in (*lengths, *segments):
+        if given[name] is not None and ndim == 3 and given[name].ndim == (name in segments):
             given[name] = given[name][None]
     rate = dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
     given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
@@ -171,7 +172,8 @@ def as_array(name: str, a: Any) -> Any:
         a = jnp.asarray(a)
     except (TypeError, ValueError) as error:
         raise TypeError(f"`{name}` must be an array: got {type(a).__name__}") from error
-    if a.dtype != jax.dtypes.canonicalize_dtype(a.dtype):
+    extended = jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended)  # a key of jax.random
+    if not extended and a.dtype != jax.dtypes.canonicalize_dtype(a.dtype):
         raise TypeError(f"`{name}` is {a.dtype}, which needs `jax_enable_x64` where the call is traced; or cast it")
     return a
 

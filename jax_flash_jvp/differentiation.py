@@ -80,17 +80,17 @@ def _shared(mapped: tuple, *, want: Mask = (), want_tangent: Mask = (), **_) -> 
     return jax.tree.map(share, mapped, is_leaf=launch.is_operands)
 
 
-def _kernel(name: str, shapes: Any, job: str) -> KernelPrimitive:
-    return KernelPrimitive("attention_" + name, shapes, launch.implementations(job), _shared)
+def _kernel(job: str, shapes: Any) -> KernelPrimitive:
+    return KernelPrimitive("attention_" + job, shapes, launch.implementations(job), _shared)
 
 
-forward = _kernel("forward", _y_shapes, "forward")
-forward_dual = _kernel("forward_dual", _dual_shapes, "forward_dual")
-tangent = _kernel("tangent", _y_shapes, "tangent")
-second = _kernel("second", _dual_shapes, "second")
-backward = _kernel("backward", _gradient_shapes, "backward")
-backward_dual = _kernel("backward_dual", _backward_dual_shapes, "backward_dual")
-backward_tangent = _kernel("backward_tangent", _gradient_shapes, "backward_tangent")
+forward = _kernel("forward", _y_shapes)
+forward_dual = _kernel("forward_dual", _dual_shapes)
+tangent = _kernel("tangent", _y_shapes)
+second = _kernel("second", _dual_shapes)
+backward = _kernel("backward", _gradient_shapes)
+backward_dual = _kernel("backward_dual", _backward_dual_shapes)
+backward_tangent = _kernel("backward_tangent", _gradient_shapes)
 
 
 def _mask(wanted: Any) -> Mask:

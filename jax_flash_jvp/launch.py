@@ -9,6 +9,7 @@ import functools
 import logging
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,19 +40,15 @@ def _second(x, tx, _, t, *, problem):
     return jax.jvp(lambda x, tx: reference.forward_dual(Operands(*x, *rest), Operands(*tx), problem), inputs, filled)[1]
 
 
-def _backward_dual(x, y, cty, t, *, problem, want, want_tangent):
-    return reference.backward_dual(x, y, cty, t, problem, want, want_tangent)
-
-
 def _backward_tangent(x, y, cty, _, t, *, problem, want):
-    return _backward_dual(x, y, cty, t, problem=problem, want=(False,) * len(want), want_tangent=want)[1]
+    return reference.backward_dual(x, y, cty, t, problem, (False,) * len(want), want)[1]
 
 
 def _total_backward_dual(x, _, cty, t, *, problem, want, want_tangent):
     """With y and ty computed afresh from x and tx, so that it can be differentiated in them."""
     tx, _, cy = t
     y, ty = reference.forward_dual(x, tx, problem)
-    return _backward_dual(x, y, cty, (tx, ty, cy), problem=problem, want=want, want_tangent=want_tangent)
+    return reference.backward_dual(x, y, cty, (tx, ty, cy), problem, want, want_tangent)
 
 
 def _total_backward_tangent(x, _, cty, __, t, *, problem, want):
@@ -59,12 +56,12 @@ def _total_backward_tangent(x, _, cty, __, t, *, problem, want):
 
 
 _REFERENCE: dict[str, Callable] = {
-    "forward": lambda x, *, problem: reference.forward(x, problem),
-    "forward_dual": lambda x, tx, *, problem: reference.forward_dual(x, tx, problem),
+    "forward": reference.forward,
+    "forward_dual": reference.forward_dual,
     "tangent": lambda x, y, tx, *, problem: reference.forward_dual(x, tx, problem)[1],
     "second": _second,
-    "backward": lambda x, y, cy, *, problem, want: reference.backward(x, y, cy, problem, want),
-    "backward_dual": _backward_dual,
+    "backward": reference.backward,
+    "backward_dual": reference.backward_dual,
     "backward_tangent": _backward_tangent,
     "total_backward_dual": _total_backward_dual,
     "total_backward_tangent": _total_backward_tangent,
@@ -106,7 +103,7 @@ def _summed(part: Any, bias: Any, axes: int) -> Any:
     """`part`, its gradient of a bias summed over those of the first `axes` in which the bias has length one."""
     if not is_operands(part) or part.bias is None:
         return part
-    over = [i for i in range(axes) if bias.shape[i] < part.bias.shape[i]]
+    over = [i for i in range(axes) if bias.shape[i] != part.bias.shape[i]]
     return part._replace(bias=part.bias.sum(over, keepdims=True)) if over else part
 
 
@@ -122,10 +119,8 @@ _KERNELS: dict[str, Callable] = {
     "forward": lambda launcher, problem, x: jobs.forward(launcher, problem, x)[:2],
     "forward_dual": _kernel_forward_dual,
     "tangent": lambda launcher, problem, x, y, tx: jobs.tangent(launcher, problem, x, y[1], tx),
-    "backward": lambda launcher, problem, x, y, cy, want: jobs.backward(launcher, problem, x, y, cy, want),
-    "backward_dual": lambda launcher, problem, x, y, cty, t, want, want_tangent: jobs.backward_dual(
-        launcher, problem, x, y, cty, t, want, want_tangent
-    ),
+    "backward": jobs.backward,
+    "backward_dual": jobs.backward_dual,
     "backward_tangent": lambda launcher, problem, x, y, cty, _, t, want: jobs.backward_dual(
         launcher, problem, x, y, cty, t, (False,) * len(want), want
     )[1],
@@ -209,10 +204,7 @@ class _Contiguous:
     """Arrays of JAX reach a kernel row-major."""
 
     def strides(self, array: Any) -> tuple[int, ...]:
-        strides = [1]
-        for n in array.shape[:0:-1]:
-            strides.append(strides[-1] * n)
-        return tuple(reversed(strides))
+        return tuple(math.prod(array.shape[i:]) for i in range(1, array.ndim + 1))
 
     def round_to_tf32(self, array: Any) -> Any:
         return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=10)
@@ -301,8 +293,16 @@ def _first_gpu() -> Any:
         return None
 
 
-@functools.cache
+_importing = threading.Lock()
+
+
 def _import_jax_triton() -> Any:
+    with _importing:  # else a thread would take what jax-triton makes of os.environ for the user's
+        return _imported()
+
+
+@functools.cache
+def _imported() -> Any:
     """Imported when the first kernel is lowered: it cannot be used beside a jaxlib without CUDA."""
     cache = os.environ.get("TRITON_CACHE_DIR")
     import triton.backends.nvidia.driver as driver

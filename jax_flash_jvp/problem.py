@@ -41,6 +41,12 @@ class Operands(NamedTuple):
 
 
 DIFFERENTIABLE = 4  # the first four of Operands have tangents; the rest select
+SELECTORS = {  # which users know by other names
+    "query_lengths": "query_seq_lengths",
+    "key_lengths": "key_value_seq_lengths",
+    "query_segments": "query_segment_ids",
+    "key_segments": "key_value_segment_ids",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +157,13 @@ def check_operands(x: Operands) -> None:
     for name, array in (("bias", x.bias), ("mask", x.mask)):
         if array is not None:
             _check_broadcast(name, shape_of(name, array), (batch, query[2], queries, keys), key[2])
-    for name, array, shape, what in (
-        ("query_seq_lengths", x.query_lengths, (batch,), "one length a batch entry"),
-        ("key_value_seq_lengths", x.key_lengths, (batch,), "one length a batch entry"),
-        ("query_segment_ids", x.query_segments, (batch, queries), "one segment a query"),
-        ("key_value_segment_ids", x.key_segments, (batch, keys), "one segment a key"),
+    for field, shape, what in (
+        ("query_lengths", (batch,), "one length a batch entry"),
+        ("key_lengths", (batch,), "one length a batch entry"),
+        ("query_segments", (batch, queries), "one segment a query"),
+        ("key_segments", (batch, keys), "one segment a key"),
     ):
+        name, array = SELECTORS[field], getattr(x, field)
         if array is not None and shape_of(name, array) != shape:
             raise ValueError(f"`{name}` must have shape {shape}, {what}: got {tuple(array.shape)}")
         if array is not None and dtype_of(array) != "int32":

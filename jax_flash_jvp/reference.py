@@ -61,7 +61,7 @@ class Axis(NamedTuple):
         return cls(length, blocks, max(1, -(-length // blocks)))
 
     def positions(self, i: Any) -> Any:
-        return i * self.block + np.arange(self.block)
+        return i * self.block + np.arange(self.block, dtype=np.int32)
 
     def split(self, a: Array, axis: int) -> Array:
         """[..., length, ...] -> [blocks, ..., block, ...], `axis` counted from the end"""
@@ -241,11 +241,11 @@ class Tiles:
                     sums = lax.cond(skip, lambda sums: sums, visit, sums)
                 return pick(sums, row_sums), (pick(sums, column_sums), pick(sums, self.sums["pair"]))
 
-            blocks = (np.arange(self.columns.blocks), self.arrays["column"], pairs, column_sums)
+            blocks = (np.arange(self.columns.blocks, dtype=np.int32), self.arrays["column"], pairs, column_sums)
             row_sums, (column_sums, pair_sums) = loop(one_tile, self.sums["row"], blocks, self.columns.blocks)
             return column_sums, (row_sums, pair_sums)
 
-        blocks = (np.arange(self.rows.blocks), self.arrays["row"], self.arrays["pair"])
+        blocks = (np.arange(self.rows.blocks, dtype=np.int32), self.arrays["row"], self.arrays["pair"])
         column_sums, (row_sums, pair_sums) = loop(one_row, whole_columns, blocks, self.rows.blocks)
         return {**row_sums, **column_sums, **pair_sums}
 
@@ -302,7 +302,7 @@ def cut(a: Array | None, lengths: Array | None, axis: int = 1) -> Array | None:
     """Rows along an axis past the lengths, which may hold anything, as zeros: 0 · NaN would be NaN."""
     if a is None or lengths is None:
         return a
-    inside = np.arange(a.shape[axis])[None] < lengths[:, None]
+    inside = np.arange(a.shape[axis], dtype=np.int32)[None] < lengths[:, None]
     return jnp.where(inside[:, :, None, None] if axis == 1 else inside[:, None], a, 0)
 
 

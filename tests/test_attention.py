@@ -227,6 +227,7 @@ ERRORS = {
     "wide": (changed(query=(B, T, N, 264), key=(B, S, K, 264)), ValueError, "split the channels over more heads"),
     "no-channels": (changed(value=(B, S, K, 0)), ValueError, "`value` must have between 1 and 256 channels a head"),
     "integers": (changed(query=jnp.zeros((B, T, N, H), int)), TypeError, "got int32; cast it first"),
+    "random-keys": (changed(query=jax.random.split(jax.random.key(0), (B, T, N, H))), TypeError, "got key<fry>; cast"),
     "dtypes": (changed(key=jnp.zeros((B, S, K, H), "bfloat16")), TypeError, "got bfloat16 and float32; cast one"),
     "bias-bool": (changed(bias=jnp.ones((T, S), bool)), TypeError, "a boolean array belongs in `mask`"),
     "mask-float": (changed(mask=(T, S)), TypeError, "pass an additive mask as `bias`"),
@@ -318,6 +319,13 @@ def test_errors_under_jit():
         dot_product_attention(**changed(), implementation="cudnn")
 
 
+def test_a_length_of_one_sequence_is_a_number():
+    x = [jnp.asarray(oracle.normal(i, n, 2, H), jnp.float32) for i, n in enumerate((T, S, S))]
+    got = dot_product_attention(*x, query_seq_lengths=3, key_value_seq_lengths=jnp.int32(4))
+    np.testing.assert_allclose(got[:3], dot_product_attention(x[0][:3], x[1][:4], x[2][:4]), rtol=1e-5, atol=1e-6)
+    assert not got[3:].any()
+
+
 def test_only_the_batch_may_be_symbolic():
     batch, length = jax.export.symbolic_shape("batch, length")
     export = jax.export.export(jax.jit(dot_product_attention))
@@ -329,8 +337,11 @@ def test_only_the_batch_may_be_symbolic():
     mask = MASK[:1, :, :, :T]
     masked = lambda *x: jax.vmap(lambda *x: dot_product_attention(*x, mask=mask))(*(a[:, None] for a in x))
     dropped = lambda *x: dot_product_attention(*x, dropout_rate=0.5, dropout_key=jax.random.key(0))
-    for function in (masked, dropped):
+    bias = lambda bias, *x: jax.vmap(lambda *x: dot_product_attention(*x, bias=bias))(*(a[:, None] for a in x)).sum()
+    gradient = lambda *x: jax.grad(bias)(jnp.zeros((T, T)), *x)
+    for function in (masked, dropped, gradient):
         jax.export.export(jax.jit(function))(*fixed)
+    assert not gradient(*(jnp.zeros((0, T, N, H)),) * 3).any()
     with pytest.raises(ValueError, match="'interpret' does not serve a symbolic batch"):
         jax.export.export(jax.jit(lambda *x: dot_product_attention(*x, implementation="interpret")))(*fixed)
     with pytest.raises(
@@ -384,11 +395,12 @@ def test_numpy_as_strict_as_can_be():
     )  # fmt: skip
     attend = lambda q: dot_product_attention(q, q, q, **features)
     loss = lambda q: attend(q).astype(jnp.float32).sum()
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        for dtype in (jnp.bfloat16, jnp.float32):
-            q = jnp.ones((1, 300, 2, 4), dtype)
-            jax.jvp(jax.grad(loss), (q,), (q,))
-            jax.linearize(attend, q)[1](q)
+    for x64 in (False, True):
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.enable_x64(x64):
+            for dtype in (jnp.bfloat16, jnp.float32):
+                q = jnp.ones((1, 300, 2, 4), dtype)
+                jax.jvp(jax.grad(loss), (q,), (q,))
+                jax.linearize(attend, q)[1](q)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

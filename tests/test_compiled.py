@@ -1,6 +1,8 @@
 """What `compiled` and `recorded` say of small kernels."""
 
 import os
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -100,11 +102,34 @@ def test_records_each_launch_and_leaves_nothing():
         assert len(launches_of(multiply, a, b)) == 1
 
 
+def test_threads_that_lower_their_first_kernels_keep_the_directory_of_the_cache(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "a place of the user's")
+    started = threading.Barrier(8)
+
+    def importing():  # as jax-triton is imported: it sets the directory, which is put back
+        before = os.environ["TRITON_CACHE_DIR"]
+        os.environ["TRITON_CACHE_DIR"] = ""
+        time.sleep(0.02)
+        os.environ["TRITON_CACHE_DIR"] = before
+
+    def lower():
+        started.wait()
+        launch._import_jax_triton()
+
+    monkeypatch.setattr(launch, "_imported", importing)
+    workers = [threading.Thread(target=lower) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert os.environ["TRITON_CACHE_DIR"] == "a place of the user's"
+
+
 @pytest.mark.skipif(hasattr(gpu_triton, "get_compute_capability"), reason="a jaxlib with CUDA")
 def test_lowering_for_a_gpu_where_that_cannot_be(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "a place of the user's")
     # not what another test of this process imported with launches recorded
-    monkeypatch.setattr(launch, "_import_jax_triton", launch._import_jax_triton.__wrapped__)
+    monkeypatch.setattr(launch, "_imported", launch._imported.__wrapped__)
     q = jnp.ones((1, 4, 1, 8))
     function = jax.jit(lambda q: dot_product_attention(q, q, q))
     with pytest.raises(ImportError, match="cannot be compiled here"):

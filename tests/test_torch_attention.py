@@ -792,6 +792,16 @@ def test_calls_that_look_different(change):
     assert plans.look("forward", [*x, False]) == plans.look("forward", [*x, False])
 
 
+def test_calls_without_a_plan_leave_those_of_others(monkeypatch):
+    plans = pytest.importorskip("torch_bridge.plans")
+    monkeypatch.setattr(plans, "plans", {("first",): "its plan"})
+    monkeypatch.setattr(plans, "MOST_PLANS", 1)
+    plans.keep(("second",), None)
+    assert plans.plans == {("first",): "its plan"}
+    plans.keep(("third",), "its plan")
+    assert [*plans.plans] == [("third",)]
+
+
 def test_no_plan_of_a_call_that_copied():
     launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
     x = [dense(1, 2, 8, 17, seed=i).mT for i in range(3)]

@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from jax_flash_jvp.problem import (
     DTYPES,
+    SELECTORS,
     Operands,
     check_operands,
     dropout_rate_of,
@@ -28,7 +29,7 @@ from jax_flash_jvp.problem import (
     window_of,
 )
 from torch_bridge import rules  # noqa: F401  (gives the operators their derivatives)
-from torch_bridge.operators import SELECTED, ops
+from torch_bridge.operators import ops
 
 FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 DROPS_DERIVATIVES = torch.__version__ < "2.12"  # in inference mode, of every operator
@@ -80,7 +81,7 @@ def scaled_dot_product_attention(
       enable_gqa: let Hq be a multiple of H; consecutive groups of Hq // H query heads share a key head
         (arXiv:2305.13245).
       causal_alignment: "upper_left", or "lower_right": then `is_causal` and `local_window_size` count queries from the end,
-        i + S - L in place of i.
+        i + S - L in place of i, whatever the lengths below.
       local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right; None for one
         of the two does not limit it.
       query_seq_lengths, key_value_seq_lengths: int32 [B], B the product of N…; what lies beyond is padding: such queries
@@ -130,7 +131,7 @@ def scaled_dot_product_attention(
     selection = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
     if any(a is not None for a in selection):
         _check_tensor("query", query)
-        named = zip(SELECTABLE, selection, strict=True)
+        named = zip(SELECTORS.values(), selection, strict=True)
         _check_devices(query, ((name, a) for name, a in named if a is not None))
     else:
         selection = ()
@@ -250,7 +251,7 @@ def _select(selection, options, q: Tensor, k: Tensor) -> tuple[Tensor | None, st
     parts = [new() if a is None else a for a in selection[:2]]
     seed = torch.randint(-(2**31), 2**31 - 1, (batch, 2), device=q.device, dtype=torch.int32) if dropout else new(2)
     segments = [new(n) if a is None else a for n, a in zip((queries, keys), selection[2:], strict=True)]
-    names = [name for name, a in zip(SELECTED, selection, strict=False) if a is not None]
+    names = [name for name, a in zip(SELECTORS, selection, strict=True) if a is not None]
     return torch.cat([torch.stack(parts, 1), seed, *segments], 1), " ".join((*options, *names, *["seed"] * dropout))
 
 
@@ -348,9 +349,6 @@ def _check_devices(query: Tensor, named) -> None:
             raise ValueError(f"`{name}` must not be a DTensor: wrap the call in torch.distributed's `local_map`")
         if a.layout != torch.strided:
             raise ValueError(f"`{name}` must not be sparse: got {a.layout}; pass its `to_dense()`")
-
-
-SELECTABLE = ("query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids")
 
 
 class _Described(NamedTuple):

@@ -22,7 +22,7 @@ from torch._dynamo.decorators import skip  # private too: this frame alone is no
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from jax_flash_jvp.problem import Operands, Problem
+from jax_flash_jvp.problem import SELECTORS, Operands, Problem
 from torch_bridge import reference
 from torch_bridge.reference import Case
 
@@ -45,7 +45,7 @@ OPERATORS = {  # tensors, what follows them, number of results, matrix products 
 }
 library = torch.library.Library("torch_bridge", "DEF")
 ops = torch.ops.torch_bridge
-SELECTED = ("query_lengths", "key_lengths", "query_segments", "key_segments", "seed")
+SELECTED = (*SELECTORS, "seed")
 launches: collections.Counter[str] = collections.Counter()  # by operator, in this process: what tests count
 
 LOST = (

@@ -32,10 +32,11 @@ MOST_PLANS = 4096
 
 
 def keep(looks: tuple, plan: Plan | None) -> None:
+    if plan is None:
+        return
     if len(plans) >= MOST_PLANS:
         plans.clear()
-    if plan is not None:
-        plans[looks] = plan
+    plans[looks] = plan
 
 
 def look(name: str, args: Sequence[Any]) -> tuple:

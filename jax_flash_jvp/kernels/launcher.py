@@ -60,7 +60,7 @@ class Launcher(Protocol):
         updates: Sequence[int] = (),
     ) -> Sequence[Any]:
         """Run `grid` programs and return the outputs, and those inputs, by their places, that the kernel `updates`.  A None input
-        is never read: any pointer will do.  `registers` caps those of a thread."""
+        is never read: any pointer will do.  `registers` caps those of a thread, but not with jax-triton 0.3."""
         ...
 
 

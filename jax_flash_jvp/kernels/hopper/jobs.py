@@ -138,19 +138,15 @@ class _Call:
         self.key_length, self.key_heads = x.key.shape[1:3]
         self.width = _width(self.head_dim)
         self.columns = triton.next_power_of_2(self.width)  # of a tile
-        self.dtype = dtype_of(x.query)
-        group = self.query_heads // self.key_heads
-        left, right = problem.reach(self.query_length, self.key_length)
         self.portable = portable._Call(launcher, problem, x)
         self.features = self.portable.features
         self.words = {*self.features.split()}
         self.alike = not {"left", "right", "lengths", "tiles"} & self.words  # all blocks
-        if (right or 0) < 0 or {"left", "lengths", "tiles"} & self.words:  # rows may see nothing
+        if self.portable.reach[1] < 0 or {"left", "lengths", "tiles"} & self.words:  # rows may see nothing
             self.features += " empty"
-        self.scalars = (self.query_heads, group, self.query_length, self.key_length, left or 0, right or 0)
-        self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
-        self.output = Output((self.batch, self.query_length, self.query_heads, self.head_dim), self.dtype)
-        self.key_gradient = Output((self.batch, self.key_length, self.key_heads, self.head_dim), self.dtype)
+        self.scalars = (*self.portable.sizes, *self.portable.reach)
+        self.statistic, self.output = self.portable.statistic, self.portable.output
+        self.key_gradient = self.portable.key_gradient
 
     def blocks(self, groups: int, by_key: bool) -> int:
         length, heads = (self.key_length, self.key_heads) if by_key else (self.query_length, self.query_heads)

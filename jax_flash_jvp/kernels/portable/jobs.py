@@ -66,10 +66,10 @@ class _Call:
         units = [math.gcd(STRIDE_UNIT, batch, head) for batch, _, head in strides]
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
-        self.lengths = (self.query_heads, group, self.query_length, self.key_length)
+        self.sizes = (self.query_heads, group, self.query_length, self.key_length)
         self.reach = (left or 0, right or 0)
         self.scalars = (
-            float(problem.scale), *self.lengths,
+            float(problem.scale), *self.sizes,
             *(stride // unit for (batch, _, head), unit in zip(strides, units, strict=True) for stride in (batch, head)),
             *self.reach, float(problem.soft_cap or 0), float(problem.dropout_rate),
         )  # fmt: skip
@@ -133,7 +133,7 @@ class _Call:
         n_blocks, n_tiles = reversed(blocks) if by_key else blocks
         (seen,) = self.launcher.launch(
             visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selection,
-            (*self.lengths, *self.reach, heads), [Output((batch, heads, n_blocks, n_tiles), "int32")],
+            (*self.sizes, *self.reach, heads), [Output((batch, heads, n_blocks, n_tiles), "int32")],
             dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1, registers=80,
         )  # fmt: skip
         (listed,) = self.launcher.launch(
