@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AxisType, ManualAxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 eager_calls: collections.Counter[str] = collections.Counter()  # of kernels called outside jit, by name: for tests
@@ -111,14 +111,42 @@ def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     return [p.update(sharding=o.sharding, manual_axis_type=manual) for p, o in zip(plain, outputs, strict=True)]
 
 
+# ---------------------------------------------------------------------------------------------- several devices
+
+
+def _divided(ctx: Any) -> tuple[Any, bool]:
+    """Whether XLA is to divide the program that is lowered among devices.  And the context, with devices and a mesh to name
+    shardings by, which JAX gives only to primitives on a list of its own and under jax.set_mesh; any devices do, and any mesh
+    that can name all shardings."""
+    module = ctx.module_context
+    axis = module.axis_context
+    if not isinstance(axis, mlir.ShardingContext) or axis.num_devices == 1:
+        return ctx, False
+    devices = axis.device_assignment or tuple(jax.devices()[: axis.num_devices])
+    if len(devices) < axis.num_devices:
+        return ctx, False
+    mesh = axis.abstract_mesh
+    if mesh is None or mesh.empty:
+        sizes = _primes(axis.num_devices)
+        mesh = AbstractMesh(sizes, tuple(f"p{i}" for i in range(len(sizes))), axis_types=(AxisType.Auto,) * len(sizes))
+    axis = mlir.ShardingContext(axis.num_devices, devices, mesh)
+    return ctx.replace(module_context=module.replace(axis_context=axis)), True
+
+
+def _primes(n: int) -> tuple[int, ...]:
+    """Whose product it is."""
+    least = next((p for p in range(2, n + 1) if n % p == 0), None)
+    return () if least is None else (least, *_primes(n // least))
+
+
 # ---------------------------------------------------------------------------------------------- the primitive
 
 
 class KernelPrimitive:
-    """`shapes(*args, **static)` gives the pytree of results, each by `result`; `implementations` maps platforms
-    to functions of the same arguments in JAX terms, "default" serving the platforms that are not named.  Every argument
-    may carry leading axes: those that vmap adds.  `shared(mapped arguments, **static)` says, leaf by leaf, which of those
-    that are not mapped keep an axis of length one there, in place of a copy for each entry."""
+    """`shapes(*args, **static)` gives the pytree of results, each by `result`; `implementations` maps platforms to functions
+    of the same arguments in JAX terms, and of `divided`, see `_divided`; "default" serves the platforms that are not named.
+    Every argument may carry leading axes: those that vmap adds.  `shared(mapped arguments, **static)` says, leaf by leaf,
+    which of those that are not mapped keep an axis of length one there, in place of a copy for each entry."""
 
     def __init__(self, name: str, shapes: Callable, implementations: dict[str, Callable], shared: Callable):
         self.name, self.shapes, self.shared = name, shapes, shared
@@ -129,7 +157,7 @@ class KernelPrimitive:
         for platform, implementation in implementations.items():
             mlir.register_lowering(
                 self.primitive,
-                mlir.lower_fun(functools.partial(self._flat, implementation), multiple_results=True),
+                functools.partial(self._lower, implementation),
                 platform=None if platform == "default" else platform,
             )
         batching.primitive_batchers[self.primitive] = self._batch
@@ -145,6 +173,11 @@ class KernelPrimitive:
 
     def _abstract(self, *avals: Any, tree: Any, **static: Any) -> list[Any]:
         return _typed(tree_leaves(self.shapes(*tree_unflatten(tree, avals), **static)), avals)
+
+    def _lower(self, implementation: Callable, ctx: Any, *values: Any, **params: Any) -> Any:
+        ctx, divided = _divided(ctx)
+        flat = functools.partial(self._flat, functools.partial(implementation, divided=divided))
+        return mlir.lower_fun(flat, multiple_results=True)(ctx, *values, **params)
 
     def _flat(self, implementation: Callable, *leaves: Any, tree: Any, **static: Any) -> list[Any]:
         run = lambda *leaves: tree_leaves(implementation(*tree_unflatten(tree, leaves), **static))

@@ -22,6 +22,7 @@ from jax_flash_jvp import interpret, reference
 from jax_flash_jvp.kernel_primitive import leaves_like
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows, pointers
+from jax_flash_jvp.partition import on_shards
 from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, SMALLEST_NORMAL, Operands, unserved
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ _KERNELS: dict[str, Callable] = {
 
 
 def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem: Any, **static: Any) -> Any:
-    """The leading axes are folded into the batch: here, where a device sees its own shard alone."""
+    """The leading axes are folded into the batch: here, where a device sees its own shard alone, see `partition.py`."""
     lead, batch = x.query.shape[:-4], x.query.shape[-4]
     if not lead:
         return _KERNELS[name](launcher, problem, x, *args, **static)
@@ -169,7 +170,7 @@ def implementations(name: str) -> dict[str, Callable]:
     return {platform: functools.partial(_run, name, platform) for platform in ("default", "cuda")}
 
 
-def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, **static: Any) -> Any:
+def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divided: bool, **static: Any) -> Any:
     wanted = problem.implementation
     if wanted in KERNEL_IMPLEMENTATIONS and platform != "cuda":
         raise ValueError(
@@ -184,12 +185,14 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, **stat
     if reason is not None:
         logger.debug("attention %s: the kernels do not serve %s; the tiled reference computes it", name, reason)
         return by_reference(x, *args, problem=problem, **static)
-    if wanted == "interpret":  # its products are exact
-        return _by_kernels(
-            name, Interpreter(), x, *args, problem=dataclasses.replace(problem, precision="ieee"), **static
-        )
+    if wanted == "interpret":
+        problem = dataclasses.replace(problem, precision="ieee")  # its products are exact
+    launcher: Interpreter | JaxTriton = Interpreter() if wanted == "interpret" else JaxTriton()
+    job: Callable = functools.partial(_by_kernels, name, launcher, problem=problem, **static)
+    if divided and launcher.on_shards:  # dropout counts heads
+        job = functools.partial(on_shards, job, keep=() if x.seed is None else ("heads",))
     try:
-        return _by_kernels(name, JaxTriton(), x, *args, problem=problem, **static)
+        return job(x, *args)
     except NotImplementedError as error:  # no tile of this one job fits the GPU
         if wanted is not None:
             raise
@@ -226,6 +229,7 @@ class Interpreter(_Contiguous):
     target: int | str = "interpret"
     descriptors = False
     multiprocessors: int | None = None
+    on_shards = False  # XLA would call what is gone: callbacks that are made while it compiles are not kept
 
     def launch(
         self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
@@ -246,6 +250,8 @@ class Interpreter(_Contiguous):
 
 class JaxTriton(_Contiguous):
     """The kernels on an NVIDIA GPU, as custom calls."""
+
+    on_shards = True
 
     def __init__(self):
         self.jax_triton = _import_jax_triton()

@@ -1,0 +1,196 @@
+"""Kernels where XLA divides a program among devices: each computes its own shard.  The reference stands in for them, for XLA
+cannot look into what `custom_partitioning` wraps either."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import oracle
+from jax_flash_jvp import dot_product_attention, launch, partition
+from recorded import launches_of, record_launches
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+
+B, T, N, K, H = 4, 20, 4, 2, 8
+attend = functools.partial(dot_product_attention, is_causal=True, implementation="interpret")
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """(job, shape of the queries, heads of the keys) of all that is traced."""
+    seen = set()
+
+    def stand_in(name, launcher, x, *args, problem, **static):
+        seen.add((name, x.query.shape, x.key.shape[-2]))
+        return launch.reference_job(name)(x, *args, problem=problem, **static)
+
+    monkeypatch.setattr(launch, "_by_kernels", stand_in)
+    monkeypatch.setattr(launch.Interpreter, "on_shards", True)
+    return seen
+
+
+def draw(*shapes):
+    return [jnp.asarray(oracle.normal(i, *shape), jnp.float32) for i, shape in enumerate(shapes)]
+
+
+def operands(heads=N, key_heads=K):
+    return draw((B, T, heads, H), (B, T, key_heads, H), (B, T, key_heads, H))
+
+
+def on_mesh(function, x, spec, kind=AxisType.Auto, set_mesh=False):
+    """The result, and the program, where arrays of a batch are spread so."""
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(kind,))
+    with jax.set_mesh(mesh) if set_mesh or kind == AxisType.Explicit else contextlib.nullcontext():
+        put = lambda a: jax.device_put(a, NamedSharding(mesh, spec if a.shape[0] == B else PartitionSpec()))
+        x = [*map(put, x)]
+        compiled = jax.jit(function).lower(*x).compile()
+        return compiled(*x), compiled.as_text()
+
+
+def check(function, x, spec, gathers=False, **how):
+    expected = jax.jit(function)(*x)
+    got, program = on_mesh(function, x, spec, **how)
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert ("all-gather" in program) == gathers
+    return program
+
+
+BATCH, HEADS = PartitionSpec("devices"), PartitionSpec(None, None, "devices")
+CONTEXTS = {"auto": {}, "set-mesh": dict(set_mesh=True), "explicit": dict(kind=AxisType.Explicit)}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    ("spec", "heads", "shard"),
+    [(BATCH, (N, K), ((2, T, N, H), K)), (HEADS, (N, K), ((B, T, 2, H), 1)), (HEADS, (2, 2), ((B, T, 1, H), 1))],
+    ids=["batch", "heads", "heads-alike"],
+)
+def test_every_device_computes_its_shard(context, spec, heads, shard, computed):
+    def derivatives(*x):
+        loss = lambda *x: jnp.sin(attend(*x)).sum()
+        o, linear = jax.linearize(attend, *x)
+        return (
+            jax.grad(loss, (0, 1, 2))(*x),
+            linear(*x),
+            jax.jvp(attend, x, x),
+            jax.jvp(jax.grad(loss, (0, 1, 2)), x, x),
+            o,
+        )
+
+    check(derivatives, operands(*heads), spec, **CONTEXTS[context])
+    jobs = {"forward", "forward_dual", "tangent", "backward", "backward_dual"}
+    assert {job for job, *_ in computed} == jobs <= {job for job, *of in computed if tuple(of) == shard}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("heads", [1, N])
+def test_gradients_of_a_bias_are_summed_over_the_devices(context, heads, computed):
+    """Of one that all entries of the batch share, or all heads too."""
+    (bias,) = draw((1, heads, T, T))
+    loss = lambda bias, *x: jnp.sin(attend(*x, bias)).sum()
+    program = check(jax.value_and_grad(loss, range(4)), [bias, *operands()], BATCH, **CONTEXTS[context])
+    assert "all-reduce" in program
+    many = lambda bias, *x: jax.grad(lambda b: jnp.sin(jax.vmap(lambda *x: attend(*x, b[0]))(*x)).sum())(bias)
+    check(many, [bias, *operands()], BATCH, **CONTEXTS[context])
+    assert ("backward", (2, 1, T, N, H), K) in computed
+    if heads == N:
+        check(jax.grad(loss, range(4)), [bias, *operands()], HEADS, gathers=context == "explicit", **CONTEXTS[context])
+
+
+@pytest.mark.parametrize("spread", ["queries", "keys"])
+def test_heads_of_queries_and_of_keys_are_cut_alike(spread, computed):
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    query, keys = (HEADS, PartitionSpec()) if spread == "queries" else (PartitionSpec(), HEADS)
+    q, k, v = operands()
+    compiled = jax.jit(attend).lower(put(q, query), put(k, keys), put(v, keys)).compile()
+    assert "all-gather" not in compiled.as_text()
+    assert ("forward", (B, T, 2, H), 1) in computed
+
+
+def test_what_selects_is_cut_too(computed):
+    lengths, ids = jnp.array([20, 3, 8, 0], jnp.int32), jnp.asarray(np.arange(T) // 7 + np.zeros((B, 1)), jnp.int32)
+    mask = jnp.asarray(oracle.normal(0, B, 1, T, T) > 0)
+    options = dict(key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids, mask=mask)
+    check(jax.grad(lambda *x: jnp.sin(attend(*x, **options)).sum(), (0, 1, 2)), operands(), BATCH)
+    assert ("backward", (2, T, N, H), K) in computed
+
+
+def test_vmap(computed):
+    """Over the batch, and over tangents alone."""
+    grad = jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2))
+    check(jax.vmap(grad), operands(), BATCH)
+    tangents = lambda *x: jax.vmap(lambda t: jax.jvp(lambda q: attend(q, *x[1:]), x[:1], (t,))[1])(
+        jnp.stack([x[0]] * 3)
+    )
+    check(tangents, operands(), BATCH)
+    assert {("backward", (2, 1, T, N, H), K), ("tangent", (3, 2, T, N, H), K)} <= computed
+
+
+@pytest.mark.parametrize(
+    ("spec", "heads"), [(PartitionSpec(None, "devices"), (N, K)), (HEADS, (N, 1)), (HEADS, (6, 3))],
+    ids=["rows", "one-key-head", "three-key-heads"],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_gathered(spec, heads, computed):
+    x = operands(*heads)
+    if heads[1] % 2:  # are then not spread
+        function = lambda q, k, v: attend(q, k[:B], v[:B])
+        x = [x[0], *(jnp.concatenate([a, a]) for a in x[1:])]
+    else:
+        function = attend
+    check(function, x, spec, gathers=True)
+    assert computed == {("forward", x[0].shape, heads[1])}
+
+
+def test_dropout_counts_all_heads(computed):
+    dropped = lambda *x: attend(*x, dropout_rate=0.5, dropout_key=jax.random.key(0))
+    check(dropped, operands(), HEADS, gathers=True)
+    check(dropped, operands(), BATCH)
+    assert ("forward", (2, T, N, H), K) in computed
+
+
+@pytest.mark.parametrize("spec", [BATCH, PartitionSpec(None, "devices")], ids=["batch", "rows"])
+def test_inside_a_shard_map_over_other_axes(spec, computed):
+    mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=(AxisType.Auto,) * 2)
+    gradient = jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), range(4))
+    specs = (*[PartitionSpec("manual")] * 3, PartitionSpec())
+    x = [*operands(), *draw((1, N, T, T))]
+    inside = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={"manual"}, check_vma=False)
+    got = jax.jit(inside)(*[jax.device_put(a, NamedSharding(mesh, spec)) for a in x[:3]], x[3])
+    for a, b in zip(got, gradient(*x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_kernels_of_a_shard(monkeypatch):
+    """What XLA is given to compile for each device: kernels for its part of the batch."""
+    given = []
+
+    class Kept(partition.custom_partitioning):
+        def def_partition(self, partition, **rule):
+            given.append(partition)
+            super().def_partition(partition, **rule)
+
+    monkeypatch.setattr(partition, "custom_partitioning", Kept)
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    spread = NamedSharding(mesh, BATCH)
+    of = lambda batch: jax.ShapeDtypeStruct((batch, 256, N, 64), jnp.bfloat16, sharding=spread)
+    with record_launches() as launches:
+        call = jax.jit(lambda *x: dot_product_attention(*x, implementation="triton"))
+        assert "CustomSPMDPartitioning" in call.trace(of(B), of(B), of(B)).lower(lowering_platforms=("cuda",)).as_text()
+        assert not launches
+    _, shard, results, operands = given[0](mesh, [of(B)] * 3, [of(B)] * 2)
+    assert [a.spec for a in operands] == [PartitionSpec(("devices",), None, None, None)] * 3
+    assert [a.spec for a in results] == [
+        PartitionSpec("devices", None, None, None),
+        PartitionSpec("devices", None, None),
+    ]
+    alone = [jax.ShapeDtypeStruct((B // 2, 256, N, 64), jnp.bfloat16)] * 3
+    whole = functools.partial(dot_product_attention, implementation="triton")
+    got, expected = ([(a.kernel, a.grid) for a in launches_of(f, *alone)] for f in (shard, whole))
+    assert got == expected != []
