@@ -243,6 +243,20 @@ def test_shard_map(name, check_vma, check):
     check(lambda a: make(a, shard), args, None, kernels, eager=name in ("grad", "step"))
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_a_gradient_on_all_devices_along_a_tangent_of_each():
+    """The gradient must not vary as its tangent does."""
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    q = jnp.asarray(X[0][:1], jnp.float32)
+    gradient = jax.grad(lambda q: jnp.sin(dot_product_attention(q, q, q)).sum())
+    hvp = lambda q, t: jax.jvp(gradient, (q,), (t,))
+    along = jnp.concatenate([q, jnp.cos(q)])
+    got = jax.jit(jax.shard_map(hvp, mesh=mesh, in_specs=(WHOLE, SPLIT), out_specs=(WHOLE, SPLIT)))(q, along)
+    expected = gradient(q), jnp.concatenate([hvp(q, t[None])[1] for t in along])
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_offloading_is_refused_aloud():
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["attention"], offload_src="device", offload_dst="pinned_host"

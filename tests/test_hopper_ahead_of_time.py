@@ -156,25 +156,57 @@ def test_scales_for_the_portable_kernels(scale):
     assert "portable" in recorder.launches[-1][0].fn.__module__
 
 
+UNSERVED = {
+    "soft-cap": dict(soft_cap=1.0),
+    "values-of-other-width": dict(value=(1, 8192, 2, 32)),
+    "dropout": dict(dropout_rate=0.1, seed=(1, 2)),
+    "bias": dict(bias=(1, 1, 1, 8192)),
+    "float32": dict(dtype="float32"),
+    "strides-of-values": dict(value=(1, 8192, 2, 60)),
+}
+
+
+@pytest.mark.parametrize("case", UNSERVED)
+def test_calls_for_the_portable_kernels(case):
+    given, recorder = dict(UNSERVED[case]), Recorder(90)
+    dtype = given.pop("dtype", "bfloat16")
+    shape = lambda shape: jax.ShapeDtypeStruct(shape, "int32" if shape == (1, 2) else dtype)
+    o = shape((1, 8192, 2, 60 if case == "strides-of-values" else 64))
+    x = Operands(o, o, o)._replace(**{name: shape(given.pop(name)) for name in [*given] if name in Operands._fields})
+    if case == "strides-of-values":  # of queries and keys, rows begin at multiples of 16 bytes
+        recorder.strides = lambda a: (8192 * 120, 120, 60, 1) if a is x.value else (8192 * 128, 128, 64, 1)
+    every.forward(recorder, Problem(scale=0.1, **given), x)
+    assert "portable" in recorder.launches[-1][0].fn.__module__
+
+
+def test_a_cotangent_of_the_log_sum_exp_alone():
+    recorder, o = Recorder(90), jax.ShapeDtypeStruct((1, 8192, 2, 64), jnp.bfloat16)
+    statistic = jax.ShapeDtypeStruct((1, 2, 8192), jnp.float32)
+    every.backward(recorder, Problem(scale=0.1), Operands(o, o, o), (o, statistic), (None, statistic), QUERY)
+    assert "portable" in recorder.launches[-1][0].fn.__module__
+
+
 @pytest.mark.parametrize(
     ("length", "head_dim", "window", "families"),
     [
-        (8192, 64, None, ["hopper"] * 3),
-        (256, 64, None, ["portable", "hopper", "portable"]),
-        (8192, 64, (300, 300), ["portable", "hopper", "portable"]),
-        (8192, 72, None, ["hopper"] * 3),
-        (256, 72, None, ["portable", "hopper", "portable"]),
-        (1024, 128, (None, 0), ["hopper"] * 3),
-        (8192, 32, None, ["hopper", "hopper", "portable"]),
-        (256, 32, None, ["portable"] * 3),
-        (8192, 192, None, ["portable"] * 3),
-        (8192, 64, "documents", ["portable", "hopper", "portable"]),
-        (8192, 72, "documents", ["hopper"] * 3),
-        (8192, 128, "documents", ["hopper"] * 3),
+        (8192, 64, None, ["hopper"] * 5),
+        (256, 64, None, ["portable", "hopper", "portable", "hopper", "portable"]),
+        (1024, 64, None, ["portable", "hopper", "portable", "hopper", "hopper"]),
+        (8192, 64, (300, 300), ["portable", "hopper", "portable", "hopper", "hopper"]),
+        (8192, 72, None, ["hopper"] * 5),
+        (256, 72, None, ["portable", "hopper", "portable", "hopper", "hopper"]),
+        (1024, 128, (None, 0), ["hopper"] * 5),
+        (8192, 32, None, ["hopper", "hopper", "portable", "hopper", "hopper"]),
+        (256, 32, None, ["portable"] * 5),
+        (8192, 192, None, ["portable"] * 5),
+        (8192, 64, "documents", ["portable", "hopper", "portable", "hopper", "hopper"]),
+        (8192, 72, "documents", ["hopper"] * 5),
+        (8192, 128, "documents", ["hopper"] * 5),
     ],
 )
 def test_which_kernels_are_taken(length, head_dim, window, families):
-    """Of forward, forward + tangent and backward, unless a family is asked for: short loops do not fill the rings."""
+    """Of forward, forward + tangent, backward, tangent and dual backward, unless a family is asked for: short loops do not fill
+    the rings."""
     recorder = Recorder(90)
     o = jax.ShapeDtypeStruct((1, length, 2, head_dim), jnp.bfloat16)
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
@@ -185,6 +217,8 @@ def test_which_kernels_are_taken(length, head_dim, window, families):
     every.forward(recorder, case, x)
     every.forward(recorder, case, x, x)
     every.backward(recorder, case, x, (o, statistic), (o, None), QUERY)
+    every.tangent(recorder, case, x, statistic, x)
+    every.backward_dual(recorder, case, x, (o, statistic), (o, None), (x, (o, statistic), (o, None)), QUERY, QUERY)
     others = ("statistics", "look_at_tiles", "list_tiles", "merge_forward", "merge_backward")
     kernels = [kernel for kernel, *_ in recorder.launches if kernel.__name__ not in others]
     assert [kernel.fn.__module__.split(".")[-2] for kernel in kernels] == families

@@ -249,6 +249,92 @@ def test_features(feature, shape, late):
     check(case, x._replace(**arrays), tx, launcher=launcher)
 
 
+NO_TANGENT = Operands(None, None, None)
+ALONE = {  # of the forward, or of one gradient
+    "nine-heads-causal": dict(shape=(1, 150, 130, 9, 9, 64), is_causal=True),
+    "rows-that-see-nothing": dict(shape=(1, 300, 140, 1, 1, 64), is_causal=True, lower_right=True),
+    "blocks-that-see-nothing": dict(shape=(1, 400, 140, 1, 1, 64), window=(20, None), multiprocessors=1),
+    "mask-of-three-heads-a-key": dict(shape=(2, 70, 150, 6, 2, 64), mask=patches(2, 2, 70, 150)),
+    "mask-of-one-batch": dict(shape=(1, 70, 150, 4, 2, 64), mask=patches(1, 2, 70, 150)),
+    "keys-beyond": dict(shape=(2, 70, 140, 1, 1, 64), key_lengths=lengths(1000, 40)),
+    "queries-beyond": dict(shape=(2, 70, 140, 1, 1, 64), query_lengths=lengths(1000, 40), want=(False, True, True)),
+    "padding-in-whole-tiles": dict(
+        shape=(2, 128, 128, 1, 1, 128), query_lengths=lengths(100, 128), want=(False, True, False)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_one_job(case):
+    given = dict(ALONE[case])
+    shape, want = given.pop("shape"), given.pop("want", (False,) * 3)
+    launcher = gluon_on_numpy.Launcher(multiprocessors=given.pop("multiprocessors", 2))
+    x, _ = operands(shape)
+    x = x._replace(**{name: given.pop(name) for name in x._fields if name in given})
+    check(Problem(scale=shape[-1] ** -0.5, implementation="hopper", **given), x, NO_TANGENT, want, launcher=launcher)
+
+
+REACHES = [
+    (None, 0),
+    (None, 1),
+    (None, 62),
+    (None, 126),
+    (1, None),
+    (62, None),
+    (126, None),
+    (1, 1),
+    (90, -70),
+    (-70, 200),
+]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("side", ["forward", "queries", "keys"])
+def test_tiles_that_a_block_visits(side, padded):
+    """Those in which something is seen; without a mask those that are seen whole, by rows past the array's end too."""
+    module = lambda name: gluon_on_numpy.emulated()[f"{gluon_on_numpy.PACKAGE}.{name}"]
+    visibility, number, pointer = module("visibility"), gluon_on_numpy.block, gluon_on_numpy.Pointer
+    kernel, by_query, ROWS = module("forward" if side == "forward" else "backward"), side != "keys", 128
+    for (left, right), (LQ, LK), T in itertools.product(REACHES, [(300, 300), (200, 320), (384, 256)], (32, 64, 128)):
+        ends = (LQ - 70, LK - 90) if padded else (LQ, LK)
+        words = [w for w, n in (("left", left), ("right", right)) if n is not None]
+        words += ["lengths query_lengths key_lengths"] * padded
+        (resident, length), (streamed, stop) = (
+            zip((LQ, LK), ends, strict=True) if by_query else zip((LK, LQ), ends[::-1], strict=True)
+        )
+        n = -(-resident // ROWS)
+        call = module("work").Call(*map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0)))
+        nothing, *arrays = (pointer(np.array([end], np.int32)) for end in (0, *ends))
+        selection = visibility.Selection(nothing, *arrays, nothing, nothing, nothing)
+        given = dict(D=64, GROUPS=2, BN=T, T=T, ROW=by_query, MASKS=True, FEATURES=" ".join(words))
+        options = kernel.Options(**{name: given.get(name, False) for name in kernel.Options._fields})
+        for b in range(n):
+            block = kernel.own(number(b), call, selection, options)
+            if side == "forward":
+                row, visits = int(block.row), block.visits
+            else:
+                row = int(block.i_block) * ROWS
+                visits = kernel.visits_of_head(number(0), block, call, selection, options)
+            ranges = (range(*map(int, visibility.range_of(visits, masked))) for masked in (False, True))
+            whole, masked = (
+                [int(visibility.tile_at(number(t), visits, m, options.FEATURES)) for t in r]
+                for m, r in enumerate(ranges)
+            )
+            i, j = row + np.arange(ROWS)[:, None], np.arange(-(-streamed // T) * T)
+            i, j = (i, j) if by_query else (j, i)
+            seen = (j >= i - (9**9 if left is None else left)) & (j <= i + (9**9 if right is None else right))
+            zeros = not by_query and not padded  # stand for queries past the end
+            inside = np.arange(seen.shape[1]) < (seen.shape[1] if zeros else stop)
+            tiles = np.split(seen & inside, seen.shape[1] // T, 1)
+            alive = row < length or not padded
+            case = (left, right, LQ, LK, T, row, whole, masked)
+            some = [t for t, a in enumerate(tiles) if a.any() and alive]
+            more = {*whole, *masked} - {*some}
+            assert more <= {stop // T}, case  # the tile that the end cuts
+            assert sorted(whole + masked) == sorted([*some, *more]), case
+            assert whole == [t for t, a in enumerate(tiles) if a.all() and alive], case
+
+
 LISTED_MUTANTS = {
     "another-tile": ("plain + t if MASKED else t", "t"),
     "mask-ignored": ("T, ROW, FEATURES, LAYOUT) != 0)", "T, ROW, FEATURES, LAYOUT) != 2)"),
@@ -338,6 +424,18 @@ def growing(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["bfloat16", "float16"])
 def test_growing_scores(dtype):
     check(problem(64, False), *growing(dtype))
+
+
+@pytest.mark.parametrize("wait", [False, True], ids=["", "broken"])
+def test_float16_has_no_room_above_its_tangents(wait):
+    """Where maxima wait, P grows up to 2⁸ before sums are rescaled, and P∘Ṡ beyond 65,504."""
+    x, tx = operands((1, 64, 512, 1, 1, 64))
+    key = 0.1 * np.float32(x.key) + 5 / 8 * (np.arange(512) >= 128)[:, None, None]
+    x, tx = x._replace(query=np.ones_like(x.query), key=key), tx._replace(query=None, key=600 * np.float32(tx.key))
+    x, tx = (Operands(*(None if a is None else np.asarray(a).astype(np.float16) for a in y)) for y in (x, tx))
+    change = ("8 if memory.q.dtype == gl.bfloat16 else 0", "8") if wait else ()
+    _, _, t_o, _ = jobs.forward(gluon_on_numpy.Launcher(*change), problem(64, False), x, tx)
+    assert np.isfinite(np.float32(t_o)).all() != wait
 
 
 @pytest.mark.parametrize("sums", ["b_o", "b_to"])

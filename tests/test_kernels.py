@@ -47,6 +47,7 @@ SHAPES = [
     Shape(16, 18, D=1),
     Shape(18, 16, D=40, scale=-1.3),
     Shape(9, 20, D=72, scale=0),
+    Shape(17, 20, D=136),
 ]
 HALF = [Shape(7, 33, N=2, causal=True), Shape(19, 35, N=2, K=1, D=20), Shape(33, 16, D=40, scale=-0.5)]
 

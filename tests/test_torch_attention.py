@@ -630,6 +630,34 @@ def test_cotangents_that_no_descriptor_describes(cotangent):
     assert any("hopper" in kernel for kernel in launcher.kernels) == (cotangent == "whole")
 
 
+@pytest.mark.parametrize("where", ["operand", "tangent", "cotangent", "nowhere"])
+def test_arrays_that_no_descriptor_describes(where):
+    """That begin two bytes late, or have one head with rows as far apart as channels: whichever of a call's."""
+    launch = pytest.importorskip("torch_bridge.launch")
+
+    def make(name):
+        late = name == where and name != "cotangent"
+        a = torch.zeros(1024 * 128 + late, dtype=torch.bfloat16)[late:].view(1, 1, 1024, 128)
+        return COTANGENTS["one-head"][1]() if name == where == "cotangent" else a
+
+    x, tx = ([make(name), *(make("other") for _ in range(2)), None] for name in ("operand", "tangent"))
+    launcher, o, statistic = Describing(), make("other"), torch.zeros(1, 1, 1024)
+    launch.run(launcher, "forward_dual", reference.Case(Problem(0.1)), x, tx=tx)
+    groups = dict(cy=(o, None), cty=(make("cotangent"), None), y=(o, statistic), ty=(o, statistic))
+    launch.run(
+        launcher, "backward_dual", reference.Case(Problem(0.1)), x, tx=tx, **groups, want=(True, True, True, False) * 2
+    )
+    hopper = [kernel for kernel in launcher.kernels if "hopper" in kernel]
+    assert bool(hopper) == (where in ("nowhere", "cotangent"))  # the forward has no cotangent
+    assert any(kernel.endswith("hopper.backward") for kernel in hopper) == (where == "nowhere")
+
+
+def test_masks_are_read_in_words():
+    launch = pytest.importorskip("torch_bridge.launch")
+    mask = torch.zeros(1 + 2 * 32 * 32, dtype=torch.bool)[1:].view(1, 2, 32, 32)
+    assert launch._in_words(mask).data_ptr() % 4 == 0
+
+
 SWITCHES = {
     "fp32_precision": lambda exact: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee" if exact else "tf32"),
     "allow_tf32": lambda exact: setattr(torch.backends.cuda.matmul, "allow_tf32", not exact),
@@ -674,6 +702,19 @@ def test_kernels_read_strided_biases(bias):
         )
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_the_gradient_of_an_expanded_bias_has_its_shape():
+    launch = pytest.importorskip("torch_bridge.launch")
+    x = *(LAYOUTS["BHLD"](n, 2, i) for i, n in enumerate((19, 17, 17))), dense(1, 2, 19, 1, seed=3).expand(1, 2, 19, 17)
+    case = reference.Case(Problem(0.3))
+    groups = dict(cy=(LAYOUTS["BHLD"](19, 2, 7), None), y=reference.run("forward", case, x)[:2], want=[True] * 4)
+    got, expected = (
+        run("backward", case, x, **groups) for run in (partial(launch.run, NumpyLauncher()), reference.run)
+    )
+    for a, b in zip(got, expected[:4], strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("in_dims", [(None, 0), (0, None), (0, 0), (None, None)], ids=str)
@@ -790,6 +831,17 @@ def test_calls_that_look_different(change):
     )[change]
     assert plans.look("forward", [*x, False]) != plans.look("forward", [*other, change == "static"])
     assert plans.look("forward", [*x, False]) == plans.look("forward", [*x, False])
+
+
+def test_calls_in_another_precision_look_different():
+    plans = pytest.importorskip("torch_bridge.plans")
+    before, looks = torch.backends.cuda.matmul.fp32_precision, set()
+    try:
+        for torch.backends.cuda.matmul.fp32_precision in ("ieee", "tf32"):
+            looks |= {plans.look("forward", [torch.zeros(1, 2, 4, 8, dtype=d)]) for d in (torch.float32, torch.float16)}
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert len(looks) == 3
 
 
 def test_calls_without_a_plan_leave_those_of_others(monkeypatch):
