@@ -11,7 +11,7 @@ import pytest
 
 import oracle
 import support
-from jax_flash_jvp import dot_product_attention, interpret
+from jax_flash_jvp import dot_product_attention, interpret, launch
 from jax_flash_jvp.kernels.portable import backward, bias, forward, scores, visibility
 from test_gpu import hopper
 
@@ -425,7 +425,7 @@ def test_vmap(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
-def test_vmap_does_not_copy_a_shared_bias(implementation):
+def test_vmap_does_not_copy_a_shared_bias(implementation, monkeypatch):
     n, B, N, T, S = 2, 2, 2, 5, 18
     q, k, v = (jnp.asarray(oracle.normal(i, n, B, length, N, 4), jnp.float32) for i, length in enumerate((T, S, S)))
     bias, t_bias = (jnp.asarray(oracle.normal(8 + i, 1, N, T, S), jnp.float32) for i in range(2))
@@ -451,6 +451,13 @@ def test_vmap_does_not_copy_a_shared_bias(implementation):
     equations = jax.make_jaxpr(lambda *x: jax.jvp(vmapped, x, x))(q, k, v, bias).eqns
     shapes = [v.aval.shape for eqn in equations if eqn.primitive.name == "attention_forward_dual" for v in eqn.invars]
     assert shapes.count((1, 1, N, T, S)) == 3  # bias, its tangent, mask
+    if implementation == "interpret":  # nor do its kernels
+        job, seen = launch._KERNELS["forward_dual"], []
+        spy = lambda launcher, problem, x, tx: seen.append((x, tx)) or job(launcher, problem, x, tx)
+        monkeypatch.setitem(launch._KERNELS, "forward_dual", spy)
+        jax.jvp(lambda *x: vmapped(*x), (q, k, v, 2 * bias), (q, k, v, bias))
+        ((x, tx),) = seen
+        assert x.bias.shape == tx.bias.shape == x.mask.shape == (1, N, T, S)
 
 
 def test_vmap_over_a_sharded_axis_with_a_shared_bias():
