@@ -20,6 +20,7 @@ from torch.func import (  # noqa: E402
     vjp,
     vmap,
 )
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
@@ -448,3 +449,20 @@ def test_meta_and_fake_tensors():
         fake = torch.randn(2, 3, 5, 4)
         assert jvp(lambda a: sdpa(a, a, a), (fake,), (fake,))[1].shape == fake.shape
     assert launched() == ""
+
+
+def test_gradients_of_what_is_fixed_are_not_computed():
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "torch_bridge":
+                seen.append((func.overloadpacket.__name__, [*args[-1]] if isinstance(args[-1], list | tuple) else None))
+            return func(*args, **(kwargs or {}))
+
+    a, fixed = q.clone().requires_grad_(), [True, False, False, False]
+    with Watching():
+        (gradient,) = torch.autograd.grad(sdpa(a, k, v, bias).sin().sum(), a, create_graph=True)
+        torch.autograd.grad(gradient.sin().sum(), a)
+    assert [name for name, _ in seen] == ["forward", "backward", "tangent", "backward_dual", "backward"]
+    assert [want for name, want in seen if "backward" in name] == [fixed, fixed + [False] * 4, fixed]
