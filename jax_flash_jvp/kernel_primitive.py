@@ -117,10 +117,13 @@ def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 def _divided(ctx: Any) -> tuple[Any, bool]:
     """Whether XLA is to divide the program that is lowered among devices.  And the context, with devices and a mesh to name
     shardings by, which JAX gives only to primitives on a list of its own and under jax.set_mesh; any devices do, and any mesh
-    that can name all shardings."""
+    that can name all shardings: of the primes of their number, but where their order matters.  Not of what is exported, which
+    cannot take along what divides it, nor by the partitioner before Shardy."""
     module = ctx.module_context
     axis = module.axis_context
     if not isinstance(axis, mlir.ShardingContext) or axis.num_devices == 1:
+        return ctx, False
+    if module.lowering_parameters.for_export or not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         return ctx, False
     devices = axis.device_assignment or tuple(jax.devices()[: axis.num_devices])
     if len(devices) < axis.num_devices:
@@ -128,6 +131,8 @@ def _divided(ctx: Any) -> tuple[Any, bool]:
     mesh = axis.abstract_mesh
     if mesh is None or mesh.empty:
         sizes = _primes(axis.num_devices)
+        if len({*sizes}) > 1:
+            return ctx, False
         mesh = AbstractMesh(sizes, tuple(f"p{i}" for i in range(len(sizes))), axis_types=(AxisType.Auto,) * len(sizes))
     axis = mlir.ShardingContext(axis.num_devices, devices, mesh)
     return ctx.replace(module_context=module.replace(axis_context=axis)), True

@@ -6,11 +6,14 @@ computes it is settled when JAX lowers it, so that one traced program runs on an
 
 import dataclasses
 import functools
+import importlib.metadata
 import logging
 import math
 import os
+import pathlib
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -190,7 +193,8 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
     launcher: Interpreter | JaxTriton = Interpreter() if wanted == "interpret" else JaxTriton()
     job: Callable = functools.partial(_by_kernels, name, launcher, problem=problem, **static)
     if divided and launcher.on_shards:  # dropout counts heads
-        job = functools.partial(on_shards, job, keep=() if x.seed is None else ("heads",))
+        label = f"{name} {problem} {sorted(static.items())} {launcher.target} {launcher.multiprocessors} {_code()}"
+        job = functools.partial(on_shards, job, label=label, keep=() if x.seed is None else ("heads",))
     try:
         return job(x, *args)
     except NotImplementedError as error:  # no tile of this one job fits the GPU
@@ -198,6 +202,14 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
             raise
         logger.debug("attention %s: %s; the tiled reference computes it", name, error)
         return by_reference(x, *args, problem=problem, **static)
+
+
+@functools.cache
+def _code() -> str:
+    """Of what makes kernels, all that may change."""
+    sources = b"".join(path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")))
+    versions = [importlib.metadata.version(package) for package in ("triton", "jax-triton")]
+    return " ".join([f"{zlib.crc32(sources):08x}", *versions])
 
 
 # ------------------------------------------------------------------------------------------------ the launchers

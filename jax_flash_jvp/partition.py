@@ -5,7 +5,7 @@ XLA cannot look into a kernel.  Left alone it gathers the operands, and every de
 of keys, together with the heads of queries that share them.  What is spread along others (rows, keys, channels) is gathered.
 
 Not needed where a program is one device's, as inside `shard_map`.  Inside one over some axes of a mesh, XLA does not tell how
-arrays are spread along the others: there it gathers, as without.
+arrays are spread along the others: there it gathers, as without, and where `_divided` in `kernel_primitive.py` says so.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
@@ -49,8 +50,9 @@ def _axes(part: Any) -> list[Axes]:
     return all_axes
 
 
-def on_shards(job: Callable, *args: Any, keep: Sequence[str] = ()) -> Any:
-    """job(*args), the operands first, on shards along the axes that may be cut but those to `keep`."""
+def on_shards(job: Callable, *args: Any, label: str, keep: Sequence[str] = ()) -> Any:
+    """job(*args), the operands first, on shards along the axes that may be cut but those to `keep`.  The `label` tells jobs
+    apart that look alike to JAX's cache of compiled programs, which does not see what is computed."""
     leaves, tree = tree_flatten(args)
     results = jax.eval_shape(job, *args)
     out_tree, ins, outs = jax.tree.structure(results), _axes(args), _axes(results)
@@ -63,19 +65,20 @@ def on_shards(job: Callable, *args: Any, keep: Sequence[str] = ()) -> Any:
         return tree_leaves(job(*tree_unflatten(tree, leaves)))
 
     def partition(mesh, given, _):
-        spread = dict.fromkeys(lengths)  # over which axes of the mesh
+        spread: dict[str, tuple[str, ...]] = {}  # over which axes of the mesh: as the first operand that is
         for axes, a in zip(ins, given, strict=True):
             for (name, n), over in zip(axes, (*a.sharding.spec, *(None,) * a.ndim), strict=False):
-                if n > 1 and name in free and over is not None:
-                    names = over if isinstance(over, tuple) else (over,)
-                    spread[name] = None if lengths[name] % math.prod(mesh.shape[m] for m in names) else names
+                over = over if isinstance(over, tuple) else (over,) if over else ()
+                fits = n > 1 and name in free and lengths[name] % math.prod(mesh.shape[m] for m in over) == 0
+                if over and fits and not {*over} & {m for taken in spread.values() for m in taken}:
+                    spread[name] = over
 
         def placed(arrays: list[Axes]) -> list[NamedSharding]:
-            specs = ([spread[name] if n > 1 else None for name, n in axes] for axes in arrays)
+            specs = ([spread.get(name) if n > 1 else None for name, n in axes] for axes in arrays)
             return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
 
         # a gradient of a bias, which has not got all axes
-        sums = [tuple(m for name, n in axes if n == 1 for m in spread.get(name) or ()) for axes in outs]
+        sums = [tuple(m for name, n in axes if n == 1 for m in spread.get(name, ())) for axes in outs]
 
         def shard(*leaves):
             # traced while XLA compiles, for one device, perhaps under the user's mesh
@@ -103,7 +106,8 @@ def on_shards(job: Callable, *args: Any, keep: Sequence[str] = ()) -> Any:
         need_replication_factors=tuple(word for word in words if word not in free),
         **({"group": query_heads // key_heads} if "(heads group)" in itertools.chain(*texts) else {}),
     )
-    return tree_unflatten(out_tree, call(*leaves))
+    with set_xla_metadata(attention=label):
+        return tree_unflatten(out_tree, call(*leaves))
 
 
 def _summed(a: Any, over: tuple[str, ...]) -> Any:

@@ -3,6 +3,7 @@ cannot look into what `custom_partitioning` wraps either."""
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,35 @@ def test_gradients_of_a_bias_are_summed_over_the_devices(context, heads, compute
     assert ("backward", (2, 1, T, N, H), K) in computed
     if heads == N:
         check(jax.grad(loss, range(4)), [bias, *operands()], HEADS, gathers=context == "explicit", **CONTEXTS[context])
+
+
+def test_an_axis_of_the_mesh_cuts_once(computed):
+    """Queries are spread by batch, keys by heads."""
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    q, k, v = operands()
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    got = jax.jit(attend)(put(q, BATCH), put(k, HEADS), put(v, HEADS))
+    np.testing.assert_allclose(got, attend(q, k, v), rtol=2e-5, atol=2e-5)
+    assert computed <= {("forward", (B, T, N, H), K), ("forward", (2, T, N, H), K), ("forward", (B, T, 2, H), 1)}
+
+
+def test_programs_say_what_they_compute(computed):
+    """To JAX's cache of compiled programs, which does not look into a job."""
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    x = [jax.device_put(a, NamedSharding(mesh, BATCH)) for a in operands()]
+
+    def text(scale):
+        text = jax.jit(lambda *x: attend(*x, scale=scale)).lower(*x).as_text()
+        return re.sub(r'backend_config = "\d+"', "", text)
+
+    assert "CustomSPMDPartitioning" in text(0.5)
+    assert text(0.5) == text(0.5) != text(0.25)
+
+
+def test_what_is_exported_is_not_cut(computed):
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    x = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, BATCH)) for a in operands()]
+    assert "CustomSPMDPartitioning" not in jax.export.export(jax.jit(attend))(*x).mlir_module()
 
 
 @pytest.mark.parametrize("spread", ["queries", "keys"])
