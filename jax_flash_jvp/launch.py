@@ -192,9 +192,10 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
         problem = dataclasses.replace(problem, precision="ieee")  # its products are exact
     launcher: Interpreter | JaxTriton = Interpreter() if wanted == "interpret" else JaxTriton()
     job: Callable = functools.partial(_by_kernels, name, launcher, problem=problem, **static)
-    if divided and launcher.on_shards:  # dropout counts heads
+    if divided and launcher.on_shards:
         label = f"{name} {problem} {sorted(static.items())} {launcher.target} {launcher.multiprocessors} {_code()}"
-        job = functools.partial(on_shards, job, label=label, keep=() if x.seed is None else ("heads",))
+        keep = () if x.seed is None else ("heads",)  # dropout counts them
+        job = functools.partial(on_shards, job, label=label, keep=keep)
     try:
         return job(x, *args)
     except NotImplementedError as error:  # no tile of this one job fits the GPU

@@ -70,7 +70,8 @@ def on_shards(job: Callable, *args: Any, label: str, keep: Sequence[str] = ()) -
             for (name, n), over in zip(axes, (*a.sharding.spec, *(None,) * a.ndim), strict=False):
                 over = over if isinstance(over, tuple) else (over,) if over else ()
                 fits = n > 1 and name in free and lengths[name] % math.prod(mesh.shape[m] for m in over) == 0
-                if over and fits and not {*over} & {m for taken in spread.values() for m in taken}:
+                taken = {m for names in spread.values() for m in names}
+                if over and fits and name not in spread and not taken & {*over}:
                     spread[name] = over
 
         def placed(arrays: list[Axes]) -> list[NamedSharding]:
