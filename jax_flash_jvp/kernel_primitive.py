@@ -115,10 +115,9 @@ def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _divided(ctx: Any) -> tuple[Any, bool]:
-    """Whether XLA is to divide the program that is lowered among devices.  And the context, with devices and a mesh to name
-    shardings by, which JAX gives only to primitives on a list of its own and under jax.set_mesh; any devices do, and any mesh
-    that can name all shardings: of the primes of their number, but where their order matters.  Not of what is exported, which
-    cannot take along what divides it, nor by the partitioner before Shardy."""
+    """Whether XLA is to divide the program that is lowered among devices.  And the context, with devices and a mesh, which JAX
+    gives only to primitives on a list of its own and under jax.set_mesh; any do.  Not of what is exported, which cannot take
+    along what divides it, nor by the partitioner before Shardy."""
     module = ctx.module_context
     axis = module.axis_context
     if not isinstance(axis, mlir.ShardingContext) or axis.num_devices == 1:
@@ -130,18 +129,9 @@ def _divided(ctx: Any) -> tuple[Any, bool]:
         return ctx, False
     mesh = axis.abstract_mesh
     if mesh is None or mesh.empty:
-        sizes = _primes(axis.num_devices)
-        if len({*sizes}) > 1:
-            return ctx, False
-        mesh = AbstractMesh(sizes, tuple(f"p{i}" for i in range(len(sizes))), axis_types=(AxisType.Auto,) * len(sizes))
+        mesh = AbstractMesh((axis.num_devices,), ("devices",), axis_types=(AxisType.Auto,))
     axis = mlir.ShardingContext(axis.num_devices, devices, mesh)
     return ctx.replace(module_context=module.replace(axis_context=axis)), True
-
-
-def _primes(n: int) -> tuple[int, ...]:
-    """Whose product it is."""
-    least = next((p for p in range(2, n + 1) if n % p == 0), None)
-    return () if least is None else (least, *_primes(n // least))
 
 
 # ---------------------------------------------------------------------------------------------- the primitive

@@ -89,6 +89,55 @@ def test_every_device_computes_its_shard(context, spec, heads, shard, computed):
     assert {job for job, *_ in computed} == jobs <= {job for job, *of in computed if tuple(of) == shard}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "spec", "batch", "shard"),
+    [
+        ((3, 2), PartitionSpec("x", None, "y"), 6, ((2, T, 2, H), 1)),
+        ((2, 3), PartitionSpec("y", None, "x"), 6, ((2, T, 2, H), 1)),
+        ((3, 2), PartitionSpec(("y", "x")), 6, ((1, T, N, H), K)),
+        ((6, 1), PartitionSpec("x"), 12, ((2, T, N, H), K)),
+        ((2, 3), PartitionSpec("y"), 6, ((2, T, N, H), K)),
+        ((3, 2), PartitionSpec(None, None, "y"), 6, ((6, T, 2, H), 1)),
+        ((1, 3), PartitionSpec("y"), 3, ((1, T, N, H), K)),
+    ],
+)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_numbers_of_devices_and_their_order(sizes, spec, batch, shard, kind, computed, caplog):
+    mesh = jax.make_mesh(sizes, ("x", "y"), axis_types=(kind,) * 2)
+    x = draw((batch, T, N, H), (batch, T, K, H), (batch, T, K, H))
+    gradient = jax.jit(jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2)))
+    expected = gradient(*x)
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        x = [jax.device_put(a, NamedSharding(mesh, spec)) for a in x]
+        compiled = gradient.lower(*x).compile()
+        for a, b in zip(compiled(*x), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert "all-gather" not in compiled.as_text()
+    assert not caplog.records
+    assert {("forward", *shard), ("backward", *shard)} <= computed
+
+
+def test_heads_are_cut_as_far_as_their_number_goes(computed, caplog):
+    """Of queries, over more devices than keys have heads."""
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    x = operands()
+    put = [
+        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(x, (HEADS, *[PartitionSpec()] * 2), strict=True)
+    ]
+    np.testing.assert_allclose(jax.jit(attend)(*put), attend(*x), rtol=2e-5, atol=2e-5)
+    assert ("forward", (B, T, 2, H), 1) in computed
+    assert "in 4 pieces, one or more for each device, is computed in 2" in caplog.text
+
+
+def test_results_say_how_to_cut(computed):
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    x = [jax.device_put(a, NamedSharding(mesh, PartitionSpec())) for a in operands()]
+    whole = lambda *x: attend(*(jax.lax.with_sharding_constraint(a, NamedSharding(mesh, PartitionSpec())) for a in x))
+    got = jax.jit(whole, out_shardings=NamedSharding(mesh, BATCH))(*x)
+    np.testing.assert_allclose(got, attend(*x), rtol=2e-5, atol=2e-5)
+    assert ("forward", (2, T, N, H), K) in computed
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("heads", [1, N])
 def test_gradients_of_a_bias_are_summed_over_the_devices(context, heads, computed):
@@ -167,7 +216,7 @@ def test_vmap(computed):
     ("spec", "heads"), [(PartitionSpec(None, "devices"), (N, K)), (HEADS, (N, 1)), (HEADS, (6, 3))],
     ids=["rows", "one-key-head", "three-key-heads"],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_gathered(spec, heads, computed):
+def test_what_cannot_be_cut_is_gathered(spec, heads, computed, caplog):
     x = operands(*heads)
     if heads[1] % 2:  # are then not spread
         function = lambda q, k, v: attend(q, k[:B], v[:B])
@@ -176,6 +225,7 @@ def test_what_cannot_be_cut_is_gathered(spec, heads, computed):
         function = attend
     check(function, x, spec, gathers=True)
     assert computed == {("forward", x[0].shape, heads[1])}
+    assert "in 2 pieces, one or more for each device, is computed in 1" in caplog.text
 
 
 def test_dropout_counts_all_heads(computed):
@@ -214,12 +264,10 @@ def test_kernels_of_a_shard(monkeypatch):
         call = jax.jit(lambda *x: dot_product_attention(*x, implementation="triton"))
         assert "CustomSPMDPartitioning" in call.trace(of(B), of(B), of(B)).lower(lowering_platforms=("cuda",)).as_text()
         assert not launches
-    _, shard, results, operands = given[0](mesh, [of(B)] * 3, [of(B)] * 2)
-    assert [a.spec for a in operands] == [PartitionSpec(("devices",), None, None, None)] * 3
-    assert [a.spec for a in results] == [
-        PartitionSpec("devices", None, None, None),
-        PartitionSpec("devices", None, None),
-    ]
+    statistic = jax.ShapeDtypeStruct((B, N, 256), jnp.float32, sharding=spread)
+    _, shard, results, operands = given[0](mesh, [of(B)] * 3, [of(B), statistic])
+    for a in (*operands, *results):
+        assert a.is_equivalent_to(spread, 4)
     alone = [jax.ShapeDtypeStruct((B // 2, 256, N, 64), jnp.bfloat16)] * 3
     whole = functools.partial(dot_product_attention, implementation="triton")
     got, expected = ([(a.kernel, a.grid) for a in launches_of(f, *alone)] for f in (shard, whole))
