@@ -15,7 +15,7 @@ import oracle
 from jax_flash_jvp import dot_product_attention, launch, partition
 from recorded import launches_of, record_launches
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+pytestmark = pytest.mark.skipif(jax.device_count() < 6, reason="needs six devices")
 
 B, T, N, K, H = 4, 20, 4, 2, 8
 attend = functools.partial(dot_product_attention, is_causal=True, implementation="interpret")
