@@ -427,6 +427,9 @@ class NumpyLauncher:
     def strides(self, array):
         return array.stride()
 
+    def contiguous(self, array):
+        return array.contiguous()
+
     def round_to_tf32(self, array):
         from torch_bridge.launch import TorchLauncher
 
@@ -594,6 +597,9 @@ class Describing:
     def strides(self, array):
         return array.stride()
 
+    def contiguous(self, array):
+        return array.contiguous()
+
     def launch(
         self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
     ):
@@ -655,7 +661,7 @@ def test_arrays_that_no_descriptor_describes(where):
 def test_masks_are_read_in_words():
     launch = pytest.importorskip("torch_bridge.launch")
     mask = torch.zeros(1 + 2 * 32 * 32, dtype=torch.bool)[1:].view(1, 2, 32, 32)
-    assert launch._in_words(mask).data_ptr() % 4 == 0
+    assert launch._in_words(NumpyLauncher(), mask).data_ptr() % 4 == 0
 
 
 SWITCHES = {
@@ -769,6 +775,11 @@ class PlannedLauncher(NumpyLauncher):
     def __init__(self):
         self.launched = []
 
+    def contiguous(self, array):
+        from torch_bridge.launch import TorchLauncher
+
+        return TorchLauncher.contiguous(self, array)
+
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         results = super().launch(kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages)
         arguments = [*pointers(inputs), *scalars, *results]
@@ -813,7 +824,55 @@ def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():
         if b is not None:
             assert a.stride() == b.stride()
             np.testing.assert_array_equal(a, b)
-    assert not any(isinstance(a, torch.Tensor) for launched in plan.launches for a in launched.arguments)
+    assert not any(isinstance(a, torch.Tensor) for launched in plan.steps for a in launched.arguments)
+
+
+def test_a_plan_copies_what_was_copied_for_the_first():
+    """Of a padded batch: parts of the selection, a cotangent that is expanded, and queries whose rows are not in one piece."""
+    launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
+    options = "query_lengths key_lengths query_segments key_segments dropout=0.3 seed"
+    T, S, want = 17, 19, [True, True, True, False]
+
+    def arguments(seed):
+        q = dense(2, 2, 8, T, seed=seed).mT.float()
+        k, v = (normal(2, 2, S, 8, seed=seed + i, dtype=torch.float32) for i in (1, 2))
+        numbers = torch.Generator().manual_seed(seed)
+        draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=numbers, dtype=torch.int32)
+        segments = [draw(0, 3, 2, n).sort(1)[0] for n in (T, S)]
+        selection = torch.cat([draw(9, T, 2, 1), draw(9, S, 2, 1), draw(0, 2**31 - 1, 2, 2), *segments], 1)
+        d_o = normal(2, 1, 1, 8, seed=seed + 3, dtype=torch.float32).expand(2, 2, T, 8)
+        case = operators.case_of(q, k, selection, False, 0.3, options)
+        o, lse, *_ = reference.run("forward", case, (q, k, v, None))
+        y = o.mT.contiguous().mT, lse
+        return [q, k, v, None, d_o, None, *y, selection, False, 0.3, options, want]
+
+    def computed(args):
+        x, cy, y, static = operators.split("backward", args)
+        launcher = PlannedLauncher()
+        case = operators.case_of(*x[:2], *static[:4])
+        return launch.run(launcher, "backward", case, x=x, cy=cy, y=y, want=want), launcher.launched
+
+    first, second = arguments(0), arguments(100)
+    plan = plans.made(first, *reversed(computed(first)))
+    copies = [step for step in plan.steps if isinstance(step, plans.Copy)]
+    assert sorted(step.place for step in copies) == [0, 4, 6, 8, 8, 8, 8, 8]
+    assert plans.look("backward", first) == plans.look("backward", second)
+    got, expected = plans.follow(plan, second), computed(second)[0]
+    for a, b in zip(got[:3], expected, strict=False):
+        assert b.isfinite().all()
+        np.testing.assert_array_equal(a, b)
+
+
+def test_copies_are_of_the_argument_that_begins_there():
+    """Not of another that holds the same memory, further off in the next call."""
+    plans = pytest.importorskip("torch_bridge.plans")
+    packed = torch.zeros(2, 3, 3, 2, 4)
+    q, k, v = packed.unbind(2)
+    assert [plans._origin(a.transpose(1, 2), [q, k, v]) for a in (q, k, v)] == [(0, 0), (1, 0), (2, 0)]
+    assert plans._origin(k, [q, v]) is None
+    selection = torch.zeros(2, 9, dtype=torch.int32)
+    assert plans._origin(selection[:, 4:7], [q, k, v, None, selection, 0.5]) == (4, 4)
+    assert plans._origin(selection.clone(), [q, selection]) is None
 
 
 @pytest.mark.parametrize("change", ["shape", "strides", "dtype", "address", "shared", "absent", "static"])
@@ -854,12 +913,13 @@ def test_calls_without_a_plan_leave_those_of_others(monkeypatch):
     assert [*plans.plans] == [("third",)]
 
 
-def test_no_plan_of_a_call_that_copied():
+def test_no_plan_of_a_call_that_cast():
     launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
     x = [dense(1, 2, 8, 17, seed=i).mT for i in range(3)]
+    tx = [a.half() for a in x]
     launcher = PlannedLauncher()
-    results = launch.run(launcher, "forward", reference.Case(Problem(0.3)), (*x, None))
-    assert plans.made([*x, None, None, False, 0.3, ""], launcher.launched, results) is None
+    results = launch.run(launcher, "forward_dual", reference.Case(Problem(0.3)), (*x, None), (*tx, None))
+    assert plans.made([*x, None, *tx, None, None, False, 0.3, ""], launcher.launched, results) is None
 
 
 def test_vmap_over_the_selection_alone():

@@ -34,6 +34,12 @@ class TorchLauncher:
     def empty(self, output: Output) -> torch.Tensor:
         return torch.empty(output.shape, dtype=getattr(torch, output.dtype), device=self.device)
 
+    def contiguous(self, array: torch.Tensor) -> torch.Tensor:
+        copy = array.contiguous()
+        if copy is not array:
+            self.launched.append((array, copy))
+        return copy
+
     def round_to_tf32(self, array: torch.Tensor) -> torch.Tensor:
         scaled = array * (2**13 + 1)  # Veltkamp's splitting
         rounded = torch.where(scaled.isfinite(), scaled - (scaled - array), array)
@@ -119,18 +125,23 @@ def served(x) -> bool:
 def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
     """The results of an operator; None for a gradient that is not wanted."""
     problem = case.problem
-    pairs = [_alike(a, t) for a, t in zip(x[:3], tx[:3], strict=True)]
+    pairs = [_alike(launcher, a, t) for a, t in zip(x[:3], tx[:3], strict=True)]
     # a gradient that is wanted has the whole shape of the mask
     mask, t_mask = (x[3], tx[3]) if any(want[3::4]) else _unexpanded(x[3], tx[3])
-    t_x = Operands(*(t for _, t in pairs), None if t_mask is None else t_mask.contiguous())
+    t_x = Operands(*(t for _, t in pairs), None if t_mask is None else launcher.contiguous(t_mask))
     boolean = mask is not None and mask.dtype == torch.bool
-    x = Operands(*(a for a, _ in pairs), **{"mask" if boolean else "bias": None if mask is None else _in_words(mask)})
+    x = Operands(
+        *(a for a, _ in pairs), **{"mask" if boolean else "bias": None if mask is None else _in_words(launcher, mask)}
+    )
     selected = {
-        name: a.contiguous() for name, a in case.selection._asdict().items() if name in SELECTED and a is not None
+        name: launcher.contiguous(a)
+        for name, a in case.selection._asdict().items()
+        if name in SELECTED and a is not None
     }
     x = x._replace(**selected)
     y, ty, cy, cty = (
-        a and (_by_length(_as(a[0], x.value)), a[1] if a[1] is None else a[1].contiguous()) for a in (y, ty, cy, cty)
+        a and (_by_length(launcher, _as(a[0], x.value)), a[1] if a[1] is None else launcher.contiguous(a[1]))
+        for a in (y, ty, cy, cty)
     )
     through_descriptors = (*x[:3], *t_x[:3], cy[0], cty[0])
     if any(a is not None and not _describable(a) for a in through_descriptors):
@@ -157,9 +168,9 @@ def _unexpanded(mask, t_mask):
     return (a if a is None else a[tuple(slice(1 if s else None) for s in same)] for a in (mask, t_mask))
 
 
-def _in_words(mask):
+def _in_words(launcher, mask):
     """Contiguous, and where words of four bytes begin: kernels read masks in these."""
-    mask = mask.contiguous()
+    mask = launcher.contiguous(mask)
     return mask.clone() if mask.data_ptr() % 4 else mask
 
 
@@ -183,13 +194,13 @@ def _by_head(a):
     return _owned(a.transpose(1, 2))
 
 
-def _by_length(a):
-    return None if a is None else a.transpose(1, 2).contiguous()
+def _by_length(launcher, a):
+    return None if a is None else launcher.contiguous(a.transpose(1, 2))
 
 
-def _alike(a, t):
+def _alike(launcher, a, t):
     """[B, T, N, D], strided but for the last axis; a tangent as its primal."""
     by_length, t = a.transpose(1, 2), _as(t, a)
     if a.stride(-1) == 1 and (t is None or t.stride() == a.stride()):
         return by_length, None if t is None else t.transpose(1, 2)
-    return by_length.contiguous(), _by_length(t)
+    return launcher.contiguous(by_length), _by_length(launcher, t)

@@ -2,7 +2,8 @@
 
 Which kernels a call launches, and with which arguments, follows from what its tensors look like, but takes longer to work
 out than a small kernel runs.  A plan keeps the outcome: compiled kernels, and arguments in which the tensors of the next
-such call replace those of the first.  A call that copied a tensor, to round or to order it, has no plan.
+such call replace those of the first.  Copies of its arguments, to order them, are part of a plan; a call that rounded or
+cast a tensor has none.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +13,17 @@ import torch
 from torch import Tensor
 
 
+class Copy(NamedTuple):
+    """A contiguous copy of a view of one of the arguments of the call: its place, and shape, strides and offset there."""
+
+    place: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+
 class Launch(NamedTuple):
-    """Tensors are known by their places: the arguments of the call first, then the outputs of each launch in turn."""
+    """Tensors are known by their places: the arguments of the call first, then copies and the outputs of each launch in turn."""
 
     run: Callable  # the compiled kernel
     outputs: list[tuple]  # shape, strides and dtype of each
@@ -23,7 +33,7 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    launches: list[Launch]
+    steps: list[Copy | Launch]
     results: list[int | None]  # None: not wanted
 
 
@@ -56,48 +66,75 @@ def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """The results of the operator for these arguments."""
     tensors = list(args)
     device = args[0].device
-    for launch in plan.launches:
-        for shape, strides, dtype in launch.outputs:
+    for step in plan.steps:
+        if isinstance(step, Copy):
+            a = tensors[step.place]
+            tensors.append(a.as_strided(step.shape, step.strides, a.storage_offset() + step.offset).contiguous())
+            continue
+        for shape, strides, dtype in step.outputs:
             tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
-        arguments = launch.arguments.copy()
-        for i, place in launch.pointers:
+        arguments = step.arguments.copy()
+        for i, place in step.pointers:
             arguments[i] = tensors[place]
-        for i, place, kind, fields in launch.descriptors:
+        for i, place, kind, fields in step.descriptors:
             arguments[i] = descriptor = object.__new__(kind)
             descriptor.__dict__.update(fields, base=tensors[place])
-        launch.run(*arguments)
+        step.run(*arguments)
     return tuple(args[0].new_empty(0) if place is None else tensors[place] for place in plan.results)
 
 
 def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tensor | None]) -> Plan | None:
-    """Of one call: its `launched` = (compiled kernel, grid, arguments, their tensors, outputs).  None where some tensor is
-    neither an argument of the call nor an output of an earlier launch, or a result is no output."""
+    """Of one call, its `launched`: (compiled kernel, grid, arguments, their tensors, outputs), or (view, copy).  None where some
+    tensor is neither an argument of the call nor a copy of one nor an output of an earlier launch, or a result is no output."""
     places: dict[int, int] = {}
     for i, a in enumerate(args):
         if isinstance(a, Tensor):
             places.setdefault(a.data_ptr(), i)
     seen = {a.data_ptr(): a for a in results if a is not None}
-    count, launches = len(args), []
-    for compiled, grid, arguments, tensors, outputs in launched:
+    count, steps = len(args), []
+    for step in launched:
+        if len(step) == 2:
+            view, copy = step
+            at = _origin(view, args)
+            if at is None:
+                return None
+            steps.append(Copy(at[0], view.shape, view.stride(), at[1]))
+            places[copy.data_ptr()], count = count, count + 1
+            continue
+        compiled, grid, arguments, tensors, outputs = step
         for output in outputs:
             places[output.data_ptr()], count = count, count + 1
         if any(t is not None and t.data_ptr() not in places for t in tensors):
             return None
         as_seen = [seen.get(o.data_ptr(), o) for o in outputs]
-        at = [(i, None if t is None else places[t.data_ptr()]) for i, t in enumerate(tensors)]
-        launches.append(
+        of = [(i, None if t is None else places[t.data_ptr()]) for i, t in enumerate(tensors)]
+        steps.append(
             Launch(
                 compiled[(grid, 1, 1)],
                 [(a.shape, a.stride(), a.dtype) for a in as_seen],
                 [a if t is None else None for a, t in zip(arguments, tensors, strict=True)],
-                [(i, p) for i, p in at if p is not None and arguments[i] is tensors[i]],
+                [(i, p) for i, p in of if p is not None and arguments[i] is tensors[i]],
                 [
                     (i, p, type(arguments[i]), dict(vars(arguments[i]), base=None))
-                    for i, p in at
+                    for i, p in of
                     if p is not None and arguments[i] is not tensors[i]
                 ],
             )
         )
     if any(a is not None and a.data_ptr() not in places for a in results):
         return None
-    return Plan(launches, [None if a is None else places[a.data_ptr()] for a in results])
+    return Plan(steps, [None if a is None else places[a.data_ptr()] for a in results])
+
+
+def _origin(view: Tensor, args: Sequence[Any]) -> tuple[int, int] | None:
+    """The place of the argument that it is a view of, and where in it it begins.  Of arguments that share memory, that which
+    begins there too: how far they lie apart may be otherwise in the next call."""
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor) and a.dtype == view.dtype and a.data_ptr() == view.data_ptr():
+            return i, 0
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor) and a.dtype == view.dtype == torch.int32:  # the selection, which is nobody else's
+            offset = (view.data_ptr() - a.data_ptr()) // a.itemsize
+            if 0 < offset < a.numel():
+                return i, offset
+    return None
