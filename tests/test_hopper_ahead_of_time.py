@@ -113,6 +113,14 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
         assert "st.shared.v4" not in resources.ptx
 
 
+@pytest.mark.parametrize(("job", "head_dim"), [("forward_dual", 64), ("forward_dual", 128), ("tangent", 96)])
+def test_a_scale_of_one(job, head_dim):
+    """Which jax-triton makes a constant."""
+    kernel, signature, constants, options = last_launch(job, head_dim, "whole")
+    del signature["scale"]
+    assert compiled(kernel, signature, dict(constants, scale=1), capability=90, **options).warnings == ()
+
+
 @pytest.mark.parametrize("head_dim", [32, 72, 128])
 @pytest.mark.parametrize("job", ["forward", "forward_dual", "tangent", "key_side", "value_side_dual"])
 def test_merging_compiles(job, head_dim):

@@ -9,6 +9,7 @@ query sees whole come first, then those that need a mask.
 
 from collections import namedtuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
@@ -160,8 +161,13 @@ def produce(arrays, memory, call, selection, options):
         produce_block(gl.program_id(0), at, q_phase, arrays, memory, call, selection, options)
 
 
+@triton.constexpr_function
+def is_constant(x):
+    return isinstance(x, int | float)
+
+
 @gluon.jit
-def scores(q, tq, kk, next_turn, later, scale, row, k_row, sight, MASKED: gl.constexpr, options):
+def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, MASKED: gl.constexpr, options):
     """q kᵀ [64, BN], −∞ where k is hidden, and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk.  Ends a
     turn, but for the first scores, which come before any (not `later`)."""
     C: gl.constexpr = options.C
@@ -190,7 +196,10 @@ def scores(q, tq, kk, next_turn, later, scale, row, k_row, sight, MASKED: gl.con
     b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
     if PAIRED:
         b_s, b_ts = halves(b_s)
-        b_ts *= scale * 0 + 1  # by one: sums that no instruction begins are serialised by the assembler
+        one = scale * 0 + 1
+        if is_constant(scale):  # as jax-triton makes a scale of one
+            one = 1 - (tick >> 30)
+        b_ts *= one  # sums that no instruction begins are serialised by the assembler
         if HAS_TQ:
             b_ts = score_product(tq, k, b_ts, True, C)
     return hide(b_s, seen, row, k_row, sight, BN, True, MASKED, FEATURES, s_l), b_ts
@@ -261,7 +270,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
                 wait(full, k_at)
                 tq = matrix(memory.tq, w + (tick >> 30), GROUP_ROWS, D)
                 later = tick > first_tick
-                b_s, b_ts = scores(q, tq, kk, next_turn, later, scale, row, j * BN, sight, MASKED, options)
+                b_s, b_ts = scores(q, tq, kk, next_turn, later, tick, scale, row, j * BN, sight, MASKED, options)
                 if LINEAR:
                     b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
                     b_pl = gl.sum(b_p, 1)
