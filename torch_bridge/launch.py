@@ -35,8 +35,9 @@ class TorchLauncher:
         return torch.empty(output.shape, dtype=getattr(torch, output.dtype), device=self.device)
 
     def contiguous(self, array: torch.Tensor) -> torch.Tensor:
+        """A part of an argument, or all of it."""
         copy = array.contiguous()
-        if copy is not array:
+        if copy is not array or array.storage_offset():
             self.launched.append((array, copy))
         return copy
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 
-class Copy(NamedTuple):
-    """A contiguous copy of a view of one of the arguments of the call: its place, and shape, strides and offset there."""
+class Part(NamedTuple):
+    """A view of one of the arguments of the call, copied if it is not contiguous: its place, and shape, strides and offset."""
 
     place: int
     shape: torch.Size
@@ -23,7 +23,7 @@ class Copy(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Tensors are known by their places: the arguments of the call first, then copies and the outputs of each launch in turn."""
+    """Tensors are known by their places: the arguments of the call first, then parts of these and outputs, in turn."""
 
     run: Callable  # the compiled kernel
     outputs: list[tuple]  # shape, strides and dtype of each
@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    steps: list[Copy | Launch]
+    steps: list[Part | Launch]
     results: list[int | None]  # None: not wanted
 
 
@@ -67,7 +67,7 @@ def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:
     tensors = list(args)
     device = args[0].device
     for step in plan.steps:
-        if isinstance(step, Copy):
+        if isinstance(step, Part):
             a = tensors[step.place]
             tensors.append(a.as_strided(step.shape, step.strides, a.storage_offset() + step.offset).contiguous())
             continue
@@ -84,8 +84,8 @@ def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tensor | None]) -> Plan | None:
-    """Of one call, its `launched`: (compiled kernel, grid, arguments, their tensors, outputs), or (view, copy).  None where some
-    tensor is neither an argument of the call nor a copy of one nor an output of an earlier launch, or a result is no output."""
+    """Of one call, its `launched`: (compiled kernel, grid, arguments, their tensors, outputs), or (view, array).  None where some
+    tensor is neither an argument of the call nor part of one nor an output of an earlier launch, or a result is no output."""
     places: dict[int, int] = {}
     for i, a in enumerate(args):
         if isinstance(a, Tensor):
@@ -94,12 +94,13 @@ def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tenso
     count, steps = len(args), []
     for step in launched:
         if len(step) == 2:
-            view, copy = step
-            at = _origin(view, args)
-            if at is None:
+            view, array = step
+            origin = _origin(view, args)
+            if origin is None:
                 return None
-            steps.append(Copy(at[0], view.shape, view.stride(), at[1]))
-            places[copy.data_ptr()], count = count, count + 1
+            place, offset = origin
+            steps.append(Part(place, view.shape, view.stride(), offset))
+            places[array.data_ptr()], count = count, count + 1
             continue
         compiled, grid, arguments, tensors, outputs = step
         for output in outputs:
@@ -107,16 +108,16 @@ def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tenso
         if any(t is not None and t.data_ptr() not in places for t in tensors):
             return None
         as_seen = [seen.get(o.data_ptr(), o) for o in outputs]
-        of = [(i, None if t is None else places[t.data_ptr()]) for i, t in enumerate(tensors)]
+        at = [(i, None if t is None else places[t.data_ptr()]) for i, t in enumerate(tensors)]
         steps.append(
             Launch(
                 compiled[(grid, 1, 1)],
                 [(a.shape, a.stride(), a.dtype) for a in as_seen],
                 [a if t is None else None for a, t in zip(arguments, tensors, strict=True)],
-                [(i, p) for i, p in of if p is not None and arguments[i] is tensors[i]],
+                [(i, p) for i, p in at if p is not None and arguments[i] is tensors[i]],
                 [
                     (i, p, type(arguments[i]), dict(vars(arguments[i]), base=None))
-                    for i, p in of
+                    for i, p in at
                     if p is not None and arguments[i] is not tensors[i]
                 ],
             )
