@@ -182,6 +182,8 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
         )
     nothing_to_do = 0 in x.query.shape or 0 in x.key.shape
     by_reference = reference_job(name)
+    if platform == "cuda" and wanted != "xla" and name not in _KERNELS:
+        logger.debug("attention %s: the tiled reference alone computes this derivative", name)
     if wanted == "xla" or name not in _KERNELS or nothing_to_do or (wanted is None and platform != "cuda"):
         return by_reference(x, *args, problem=problem, **static)
     reason = unserved(x)

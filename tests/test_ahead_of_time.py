@@ -1,6 +1,7 @@
 """Every shipped tile, compiled without a GPU; and what JAX would launch."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +171,7 @@ def test_tangent_of_the_output_alone(head_dim, kind, capability):
 def test_no_tile():
     """Every job of 16-bit inputs has one, and float32 the plain ones; for the rest, an error says what to do."""
     for job in JOBS:
+        assert find(job, 64, "float16", "ieee", 75) is None  # Triton would compile no matrix instructions
         for target in (80, 86, 87, 89, 90, 100, 103, 120, 121, "interpret"):
             assert all(find(job, head_dim, "float16", "ieee", target) for head_dim in (1, 64, 65, 200, 256))
             assert find(job, 64, "float32", "ieee", target)
@@ -212,6 +214,28 @@ def test_launches_of_jax_with_a_tiny_scale(scale):
     o = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     (launch,) = launches_of(lambda *x: dot_product_attention(*x, scale=scale, implementation="triton"), o, o, o)
     assert launch.parameters[[p[0] for p in launch.parameters].index("scalar")][2] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("capability", "order", "said"),
+    [
+        (80, 0, None),
+        (75, 0, "no tile of forward .* fits sm_75"),
+        (80, 2, "the tiled reference alone computes this derivative"),
+    ],
+)
+def test_why_a_call_is_not_on_kernels_is_logged(capability, order, said, caplog):
+    o = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    f = dot_product_attention
+    for _ in range(order):
+        f = lambda *x, f=f: jax.jvp(f, x, x)[1]
+    with caplog.at_level("DEBUG", logger="jax_flash_jvp"):
+        launches = launches_of(f, o, o, o, capability=capability)
+    if said is None:
+        assert not caplog.records
+    else:
+        assert re.search(said, caplog.text)
+    assert bool(launches) == (capability >= 80)  # values and first derivatives are on kernels
 
 
 LENGTH, KEYS, HEADS, GROUP = 200, 104, 4, 2

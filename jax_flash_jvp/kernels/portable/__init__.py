@@ -1,1 +1,1 @@
-"""Pointer kernels in plain Triton: any GPU that Triton compiles for, every feature."""
+"""Pointer kernels in plain Triton: NVIDIA GPUs from sm_80 on, every feature."""

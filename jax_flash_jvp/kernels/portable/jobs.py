@@ -131,6 +131,8 @@ class _Call:
         heads = self.query_heads if "tiles:heads" in words else self.key_heads if "tiles:groups" in words else 1
         blocks = (triton.cdiv(self.query_length, tile.block_m), triton.cdiv(self.key_length, tile.block_n))
         n_blocks, n_tiles = reversed(blocks) if by_key else blocks
+        if batch * heads * n_blocks * (n_tiles + 2) >= 2**31:
+            raise NotImplementedError("lists of tiles for so many scores would hold more than 2³¹ numbers")
         (seen,) = self.launcher.launch(
             visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selection,
             (*self.sizes, *self.reach, heads), [Output((batch, heads, n_blocks, n_tiles), "int32")],

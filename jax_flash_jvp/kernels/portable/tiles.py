@@ -127,9 +127,12 @@ def accumulators(head_dim: int) -> int:
 
 
 def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile | None:
-    """None where no tile is worth launching: the registers would spill at every step, and Triton 3.9 may even crash."""
+    """None where no tile is worth launching: the registers would spill at every step, and Triton 3.9 may even crash; and on GPUs
+    before sm_80, for whose matrix cores Triton does not compile."""
     if target == "interpret":
         return Tile(16, 16, 4, 1)
+    if int(target) < 80:
+        return None
     kind = "half" if dtype in ("float16", "bfloat16") else precision
     if job == "forward_dual" and kind == "ieee" and padded(head_dim) == 32:
         return Tile(32, 32, 8, 2)  # on that for 64 channels the compiler of Triton 3.9 stops, on sm_90
