@@ -451,6 +451,31 @@ def test_meta_and_fake_tensors():
     assert launched() == ""
 
 
+@pytest.mark.parametrize("level", ["base", "func"])
+def test_gradients_through_a_dual_level_inside_a_gradient(level):
+    """Of a weight at an outer level: the curvature of an energy along t by dual numbers, differentiated in x by torch.func."""
+    numbers = torch.Generator().manual_seed(0)
+    x, t = torch.randn(2, 1, 1, 3, 2, dtype=torch.float64, generator=numbers)
+    weight = torch.randn(2, 2, dtype=torch.float64, generator=numbers)
+
+    def gradient_in_weight(attention):
+        def curvature(x, weight):
+            with forward_ad.dual_level():
+                energy = lambda x: attention(x @ weight, x, x).sin().sum()
+                return forward_ad.unpack_dual(grad(energy)(forward_ad.make_dual(x, t))).tangent
+
+        def value(weight):
+            square = lambda x: (curvature(x, weight) ** 2).sum()
+            return vjp(lambda x: curvature(x, weight), x)[0].sin().sum() + grad(square)(x).sin().sum()
+
+        if level == "func":
+            return grad(value)(weight)
+        leaf = weight.clone().requires_grad_()
+        return torch.autograd.grad(value(leaf), leaf)[0]
+
+    torch.testing.assert_close(gradient_in_weight(sdpa), gradient_in_weight(naive))
+
+
 def test_gradients_of_what_is_fixed_are_not_computed():
     seen = []
 

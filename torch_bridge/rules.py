@@ -57,7 +57,11 @@ def _pack(primals, tangents, inputs=NONE):
     """Dual tensors.  `inputs`: the duals behind them, while whose level is open they cannot be differentiated."""
     n, both = len(primals), (*primals, *tangents)
     if _some(inputs):
-        both = _record(_refuse, both, both, inputs)
+        with (
+            torch._C._AutoDispatchBelowAutograd()
+        ):  # of a tensor that goes in and out, a Function would change the history
+            outputs = [t if t is None else t.view_as(t) for t in both]
+        both = _record(_refuse, outputs, both, inputs)
     pairs = zip(both[:n], both[n:], strict=True)
     return tuple(p if t is None or p.dim() == 1 else _make_dual(p, t, level=0) for p, t in pairs)
 
