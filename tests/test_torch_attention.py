@@ -1034,6 +1034,14 @@ def test_patch_among_unusual_modules(monkeypatch):
     assert torch.nn.functional.scaled_dot_product_attention is Lazy.real
 
 
+def test_a_mask_that_was_made_in_inference_mode():
+    with torch.inference_mode():
+        mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    q = normal(1, 2, 5, 4).requires_grad_()
+    gradients = [torch.autograd.grad(sdpa(q, q, q, mask).sin().sum(), q)[0] for mask in (mask, mask.clone())]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 def test_causal_bias_of_packed_functions():
     q = normal(1, 5, 2, 4)
     for bias in (causal_upper_left(5, 5), causal_lower_right(5, 5)):

@@ -285,6 +285,8 @@ def _attend(
         x = _broadcast(x, enable_gqa)
     rows = x[0].shape[:-1]
     if mask is not None:
+        if mask.dtype == torch.bool and mask.is_inference() and not torch.is_inference_mode_enabled():
+            mask = mask.clone()  # as what is saved for a backward must not be
         mask = _four_dimensional(mask, (*rows, x[1].shape[-2]))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
     _check(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)

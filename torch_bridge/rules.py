@@ -38,8 +38,9 @@ INSIDE = (
 
 
 VECTORIZED = (
-    "a gradient of attention inside a forward-mode level of torch.autograd.functional with vectorize=True, where PyTorch "
-    "loses what was saved for it: use torch.func.hessian, torch.func.jacfwd or vectorize=False"
+    "attention of tensors that require a gradient, inside a forward-mode level of torch.autograd.functional with "
+    "vectorize=True, where PyTorch loses what was saved for it: use torch.func.hessian, torch.func.jacfwd or vectorize=False, "
+    "or torch.no_grad() if no gradient is wanted"
 )
 
 
