@@ -208,6 +208,17 @@ def tangent_loss(*arrays):
     return jax.jvp(attend, arrays[:3], arrays[3:])[1].astype(jnp.float32).sum()
 
 
+def test_lists_of_tiles_that_no_integer_counts():
+    """Where `implementation` is None, such a call goes to the reference."""
+    array = jax.ShapeDtypeStruct((1, 2**20, 32, 64), jnp.bfloat16)
+    mask = lambda length: jax.ShapeDtypeStruct((1, 32, length, length), jnp.bool_)
+    call = lambda a, mask: jobs.forward(Recorder(90), Problem(0.1), Operands(a, a, a, mask=mask))
+    with pytest.raises(NotImplementedError, match="lists of tiles"):
+        call(array, mask(2**20))
+    short = jax.ShapeDtypeStruct((1, 2**10, 32, 64), jnp.bfloat16)
+    call(short, mask(2**10))
+
+
 @pytest.mark.parametrize("scale", [1e-39, -1e-45])
 def test_launches_of_jax_with_a_tiny_scale(scale):
     """Which float32 holds only as a subnormal number."""
