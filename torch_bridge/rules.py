@@ -58,9 +58,8 @@ def _pack(primals, tangents, inputs=NONE):
     """Dual tensors.  `inputs`: the duals behind them, while whose level is open they cannot be differentiated."""
     n, both = len(primals), (*primals, *tangents)
     if _some(inputs):
-        with (
-            torch._C._AutoDispatchBelowAutograd()
-        ):  # of a tensor that goes in and out, a Function would change the history
+        # other tensors: of one that goes in and out, a Function would cut the history at the levels below
+        with torch._C._AutoDispatchBelowAutograd():
             outputs = [t if t is None else t.view_as(t) for t in both]
         both = _record(_refuse, outputs, both, inputs)
     pairs = zip(both[:n], both[n:], strict=True)
