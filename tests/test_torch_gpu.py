@@ -308,7 +308,7 @@ def test_autocast_training_step(kernels_alone):
 
 
 def microseconds(*functions, times=300):
-    """What a call of each costs the host: this thread's own time, in turns, for other processes slow them down alike."""
+    """What a call of each costs the host: this thread's own time, whatever other processes do, in turns."""
     best = [float("inf")] * len(functions)
     for _ in range(4):  # the first warms up
         for i, f in enumerate(functions):
@@ -326,13 +326,13 @@ def test_overhead_of_a_call(capsys, kernels_alone):
     dual = torch.autograd.forward_ad
     with dual.dual_level(), torch.no_grad():
         x = [dual.make_dual(a, a.clone()) for a in (q, k, v)]
-        in_level, by_jvp, torch_jvp, plain, theirs = microseconds(
-            lambda: sdpa(*x),
-            lambda: jvp(sdpa, (q, k, v), (q, k, v)),
-            lambda: jvp(lambda q, k, v: q + k + v, (q, k, v), (q, k, v)),
-            lambda: sdpa(q, k, v),
-            lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
-        )
+        (in_level,) = microseconds(lambda: sdpa(*x))
+    by_jvp, torch_jvp, plain, theirs = microseconds(
+        lambda: jvp(sdpa, (q, k, v), (q, k, v)),
+        lambda: jvp(lambda q, k, v: q + k + v, (q, k, v), (q, k, v)),
+        lambda: sdpa(q, k, v),
+        lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
+    )
     with capsys.disabled():
         print(f"\nhost time of a call, µs: JVP in a dual level {in_level:.0f}, torch.func.jvp {by_jvp:.0f}")
         print(f"(of two additions {torch_jvp:.0f}), without tangents {plain:.0f}, torch's SDPA {theirs:.0f}")
