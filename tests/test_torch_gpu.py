@@ -307,32 +307,36 @@ def test_autocast_training_step(kernels_alone):
 # ------------------------------------------------------------------------------------------------ overhead
 
 
-def microseconds(*functions, times=300):
-    """What a call of each costs the host: this thread's own time, whatever other processes do, in turns."""
-    best = [float("inf")] * len(functions)
-    for _ in range(4):  # the first warms up
-        for i, f in enumerate(functions):
-            torch.cuda.synchronize()
-            start = time.thread_time()
-            for _ in range(times):
-                f()
-            best[i] = min(best[i], 1e6 * (time.thread_time() - start) / times)
-    return best
+def microseconds(f, times=100):
+    """What a call costs the host: this thread's own time, whatever other processes do."""
+    torch.cuda.synchronize()
+    start = time.thread_time()
+    for _ in range(times):
+        f()
+    return 1e6 * (time.thread_time() - start) / times
 
 
 def test_overhead_of_a_call(capsys, kernels_alone):
     """A JVP aims at 80 µs.  Asserted loosely: it depends on the host, and on what else that does."""
-    q, k, v = (normal(1, 2, 64, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
+    q, k, v = x = tuple(normal(1, 2, 64, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
     dual = torch.autograd.forward_ad
-    with dual.dual_level(), torch.no_grad():
-        x = [dual.make_dual(a, a.clone()) for a in (q, k, v)]
-        (in_level,) = microseconds(lambda: sdpa(*x))
-    by_jvp, torch_jvp, plain, theirs = microseconds(
-        lambda: jvp(sdpa, (q, k, v), (q, k, v)),
-        lambda: jvp(lambda q, k, v: q + k + v, (q, k, v), (q, k, v)),
-        lambda: sdpa(q, k, v),
-        lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
-    )
+
+    def in_a_level():
+        with dual.dual_level(), torch.no_grad():
+            duals = [dual.make_dual(a, a.clone()) for a in x]
+            return microseconds(lambda: sdpa(*duals))
+
+    turns = [
+        (
+            in_a_level(),
+            microseconds(lambda: jvp(sdpa, x, x)),
+            microseconds(lambda: jvp(lambda q, k, v: q + k + v, x, x)),
+            microseconds(lambda: sdpa(q, k, v)),
+            microseconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)),
+        )
+        for _ in range(12)
+    ]
+    in_level, by_jvp, torch_jvp, plain, theirs = map(min, zip(*turns, strict=True))
     with capsys.disabled():
         print(f"\nhost time of a call, µs: JVP in a dual level {in_level:.0f}, torch.func.jvp {by_jvp:.0f}")
         print(f"(of two additions {torch_jvp:.0f}), without tangents {plain:.0f}, torch's SDPA {theirs:.0f}")
