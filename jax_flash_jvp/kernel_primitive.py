@@ -18,6 +18,7 @@ Only names that JAX exports outside `jax._src` are used.
 
 import collections
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -114,19 +115,24 @@ def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 # ---------------------------------------------------------------------------------------------- several devices
 
 
-def _divided(ctx: Any) -> tuple[Any, bool]:
-    """Whether XLA is to divide the program that is lowered among devices.  And the context, with devices and a mesh, which JAX
-    gives only to primitives on a list of its own and under jax.set_mesh; any do.  Not of what is exported, which cannot take
-    along what divides it, nor by the partitioner before Shardy."""
+def _divided(ctx: Any) -> tuple[Any, bool | str]:
+    """Whether XLA is to divide the program that is lowered among devices, or why it cannot although there are several.  And
+    the context, with devices and a mesh, which JAX gives only to primitives on a list of its own and under jax.set_mesh; any
+    do."""
     module = ctx.module_context
     axis = module.axis_context
+    if isinstance(axis, mlir.SPMDAxisContext):
+        rest = math.prod(n for name, n in axis.mesh.shape.items() if name not in axis.manual_axes)
+        return ctx, rest > 1 and "in a shard_map over some axes of a mesh"
     if not isinstance(axis, mlir.ShardingContext) or axis.num_devices == 1:
         return ctx, False
-    if module.lowering_parameters.for_export or not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
-        return ctx, False
+    if module.lowering_parameters.for_export:
+        return ctx, "in what jax.export exports"
+    if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+        return ctx, "with the partitioner before Shardy"
     devices = axis.device_assignment or tuple(jax.devices()[: axis.num_devices])
     if len(devices) < axis.num_devices:
-        return ctx, False
+        return ctx, "for more devices than there are"
     mesh = axis.abstract_mesh
     if mesh is None or mesh.empty:
         mesh = AbstractMesh((axis.num_devices,), ("devices",), axis_types=(AxisType.Auto,))

@@ -173,7 +173,7 @@ def implementations(name: str) -> dict[str, Callable]:
     return {platform: functools.partial(_run, name, platform) for platform in ("default", "cuda")}
 
 
-def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divided: bool, **static: Any) -> Any:
+def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divided: bool | str, **static: Any) -> Any:
     wanted = problem.implementation
     if wanted in KERNEL_IMPLEMENTATIONS and platform != "cuda":
         raise ValueError(
@@ -194,7 +194,12 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
         problem = dataclasses.replace(problem, precision="ieee")  # its products are exact
     launcher: Interpreter | JaxTriton = Interpreter() if wanted == "interpret" else JaxTriton()
     job: Callable = functools.partial(_by_kernels, name, launcher, problem=problem, **static)
-    if divided and launcher.on_shards:
+    if isinstance(divided, str) and launcher.on_shards:
+        logger.warning(
+            "attention %s: %s, XLA cannot be told how to divide it: it gathers arrays that are sharded, and every device "
+            "computes all of it", name, divided,
+        )  # fmt: skip
+    elif divided and launcher.on_shards:
         label = f"{name} {problem} {sorted(static.items())} {launcher.target} {launcher.multiprocessors} {_code()}"
         keep = () if x.seed is None else ("heads",)  # dropout counts them
         job = functools.partial(on_shards, job, label=label, keep=keep)

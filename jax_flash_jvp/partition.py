@@ -5,7 +5,8 @@ XLA cannot look into a kernel.  Left alone it gathers the operands, and every de
 of keys, together with the heads of queries that share them.  What is spread along others (rows, keys, channels) is gathered.
 
 Not needed where a program is one device's, as inside `shard_map`.  Inside one over some axes of a mesh, XLA does not tell how
-arrays are spread along the others: there it gathers, as without, and where `_divided` in `kernel_primitive.py` says so.
+arrays are spread along the others: there it gathers, as without, which a warning says, as wherever `_divided` in
+`kernel_primitive.py` says so.
 """
 
 import itertools

@@ -176,10 +176,18 @@ def test_programs_say_what_they_compute(computed):
     assert text(0.5) == text(0.5) != text(0.25)
 
 
-def test_what_is_exported_is_not_cut(computed):
+def test_what_is_exported_is_not_cut(computed, caplog):
     mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
     x = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, BATCH)) for a in operands()]
     assert "CustomSPMDPartitioning" not in jax.export.export(jax.jit(attend))(*x).mlir_module()
+    assert "in what jax.export exports, XLA cannot be told how to divide it" in caplog.text
+
+
+def test_nothing_is_said_inside_a_shard_map_over_all_axes(computed, caplog):
+    mesh = jax.make_mesh((2, 2), ("devices", "others"), axis_types=(AxisType.Auto,) * 2)
+    jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=BATCH, out_specs=BATCH))(*operands())
+    assert computed == {("forward", (2, T, N, H), K)}
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("spread", ["queries", "keys"])
@@ -236,13 +244,14 @@ def test_dropout_counts_all_heads(computed):
 
 
 @pytest.mark.parametrize("spec", [BATCH, PartitionSpec(None, "devices")], ids=["batch", "rows"])
-def test_inside_a_shard_map_over_other_axes(spec, computed):
+def test_inside_a_shard_map_over_other_axes(spec, computed, caplog):
     mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=(AxisType.Auto,) * 2)
     gradient = jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), range(4))
     specs = (*[PartitionSpec("manual")] * 3, PartitionSpec())
     x = [*operands(), *draw((1, N, T, T))]
     inside = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={"manual"}, check_vma=False)
     got = jax.jit(inside)(*[jax.device_put(a, NamedSharding(mesh, spec)) for a in x[:3]], x[3])
+    assert "backward: in a shard_map over some axes of a mesh, XLA cannot" in caplog.text
     for a, b in zip(got, gradient(*x), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
