@@ -90,7 +90,7 @@ def dot_product_attention(
       The output, [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`; with `return_residual`, a pair of it and of the
       log-sum-exp (natural logarithm) of each row of scores, [B, T, N] or [T, N], in float32 (float64 for float64 arrays),
       differentiable like the output.  Scores and sums are accumulated in float32 (float64).  A query that sees no key gives
-      zeros and -inf, with zero derivatives.
+      zeros and -inf, with zero derivatives (but for the log-sum-exp with `sinks`, which is then the sink).
 
     Raises:
       ValueError: shapes that do not fit or are symbolic beyond the batch, numbers out of range, one of two arguments that go

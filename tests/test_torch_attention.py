@@ -239,6 +239,11 @@ X = normal(1, 1, 3, 4)
 ERRORS = {
     "dropout": (ValueError, "`dropout_p` must be at least 0 and below 1", lambda: sdpa(A, A, A, dropout_p=1.0)),
     "alignment": (ValueError, "or 'lower_right': got 'right'", lambda: sdpa(A, A, A, causal_alignment="right")),
+    "alignment-of-a-bias": (
+        ValueError,
+        "or 'lower_right': got 'right'",
+        lambda: sdpa(A, A, A, causal_lower_right(*[A.shape[-2]] * 2), causal_alignment="right"),
+    ),
     "window": (ValueError, "`local_window_size` must not be", lambda: sdpa(A, A, A, local_window_size=(-1, 0))),
     "window-type": (TypeError, "an integer or a pair of", lambda: sdpa(A, A, A, local_window_size=1.5)),
     "soft-cap": (ValueError, "`logits_soft_cap` must be positive", lambda: sdpa(A, A, A, logits_soft_cap=0.0)),

@@ -215,6 +215,7 @@ def patch() -> Iterator[None]:
 
 def _alignment_of(bias: CausalBias, query: Tensor, key: Tensor, alignment: str) -> str:
     """`causal_alignment` of a CausalBias, which must have the size of the scores where that matters."""
+    lower_right_of(alignment)  # raises
     if bias.variant == CausalVariant.UPPER_LEFT:
         if alignment != "upper_left":
             raise ValueError(
