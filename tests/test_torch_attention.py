@@ -281,6 +281,16 @@ ERRORS = {
     ),
     "packed-causal": (TypeError, "`causal` must be", lambda: torch_bridge.flash_attn_func(A, A, A, causal=1)),
     "packed-bias": (TypeError, "`bias` must be a tensor", lambda: torch_bridge.flash_attn_func(A, A, A, bias=[1])),
+    "packed-bias-shape": (
+        ValueError,
+        "`bias` must broadcast",
+        lambda: torch_bridge.flash_attn_func(A, A, A, bias=normal(3, 3, 3)),
+    ),
+    "packed-bias-causal": (
+        ValueError,
+        "`bias` must be of the numbers of queries",
+        lambda: torch_bridge.flash_attn_func(A, A, A, bias=causal_lower_right(99, 98)),
+    ),
     "packed-scale": (
         TypeError,
         "`softmax_scale` must be a number",
@@ -907,6 +917,29 @@ def test_calls_in_another_precision_look_different():
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert len(looks) == 3
+
+
+def test_plans_are_kept_for_the_precision_that_was_computed(monkeypatch):
+    launch, plans = pytest.importorskip("torch_bridge.launch"), pytest.importorskip("torch_bridge.plans")
+    q, before = torch.zeros(1, 2, 4, 8), torch.backends.cuda.matmul.fp32_precision
+    kept, steps = [], types.SimpleNamespace(device=q.device, launched=[])
+
+    def run(*_):  # as another thread sets it
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        return [q]
+
+    monkeypatch.setattr(launch, "TorchLauncher", lambda device: steps)
+    monkeypatch.setattr(launch, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(plans, "keep", lambda looks, plan: kept.append(looks))
+    args = [q, q, q, None, None, False, 0.3, "", False]
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        looks = plans.look("forward", args)
+        launch.computed("forward", args, {}, operators.case_of(q, q, None, False, 0.3, ""))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert kept == [looks]
 
 
 def test_calls_without_a_plan_leave_those_of_others(monkeypatch):

@@ -123,7 +123,8 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, CausalBias):
         _check_tensor("query", query)
         _check_tensor("key", key)
-        is_causal, causal_alignment, attn_mask = True, _alignment_of(attn_mask, query, key, causal_alignment), None
+        is_causal, causal_alignment = True, _alignment_of("attn_mask", attn_mask, query, key, causal_alignment)
+        attn_mask = None
     options: tuple[str, ...] = ()
     plain = type(dropout_p) in (int, float) and not dropout_p and causal_alignment == "upper_left"
     if not plain or local_window_size is not None or logits_soft_cap is not None:
@@ -152,11 +153,12 @@ def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: flo
     if bias is not None:
         _check_tensor("bias", bias)
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    options: tuple[str, ...] = ()
     if isinstance(bias, CausalBias):
         if causal:
             raise ValueError("`causal` must not be given together with a `bias` that is a CausalBias: leave it out")
-        return scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
-    return _attend(q, k, v, bias, causal, softmax_scale, True).transpose(1, 2)
+        causal, options, bias = True, _options(0.0, _alignment_of("bias", bias, q, k), None, None), None
+    return _attend(q, k, v, bias, causal, softmax_scale, True, options, mask_name="bias").transpose(1, 2)
 
 
 def flash_attn_qkvpacked_func(qkv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
@@ -213,20 +215,16 @@ def patch() -> Iterator[None]:
                 _Patch.places = []
 
 
-def _alignment_of(bias: CausalBias, query: Tensor, key: Tensor, alignment: str) -> str:
+def _alignment_of(name: str, bias: CausalBias, query: Tensor, key: Tensor, alignment: str = "upper_left") -> str:
     """`causal_alignment` of a CausalBias, which must have the size of the scores where that matters."""
     lower_right_of(alignment)  # raises
     if bias.variant == CausalVariant.UPPER_LEFT:
         if alignment != "upper_left":
-            raise ValueError(
-                f"`attn_mask` is a causal_upper_left, but `causal_alignment` is {alignment!r}: leave out one"
-            )
+            raise ValueError(f"`{name}` is a causal_upper_left, but `causal_alignment` is {alignment!r}: leave out one")
         return "upper_left"
     size, scores = (bias.seq_len_q, bias.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
     if size != scores:
-        raise ValueError(
-            f"`attn_mask` must be of the numbers of queries and keys, {scores}: got causal_lower_right{size}"
-        )
+        raise ValueError(f"`{name}` must be of the numbers of queries and keys, {scores}: got causal_lower_right{size}")
     return "lower_right"
 
 
@@ -267,14 +265,15 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _attend(
-    query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None
-) -> Tensor:
+    query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None,
+    mask_name="attn_mask",
+) -> Tensor:  # fmt: skip
     if DROPS_DERIVATIVES and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         _check_underived()
     x = query, key, value
     _check_devices(query, zip(("query", "key", "value"), x, strict=True))
     if mask is not None:
-        _check_devices(query, (("attn_mask", mask),))
+        _check_devices(query, ((mask_name, mask),))
     if scale is not None:
         _check_number("scale", scale)
     kind = query.device.type
@@ -288,7 +287,7 @@ def _attend(
     if mask is not None:
         if mask.dtype == torch.bool and mask.is_inference() and not torch.is_inference_mode_enabled():
             mask = mask.clone()  # as what is saved for a backward must not be
-        mask = _four_dimensional(mask, (*rows, x[1].shape[-2]))
+        mask = _four_dimensional(mask_name, mask, (*rows, x[1].shape[-2]))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
     _check(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     if selection:
@@ -390,12 +389,12 @@ def _broadcast(x, enable_gqa: bool):
     return [a.expand(*lead, *a.shape[-tail:]) for a in x]
 
 
-def _four_dimensional(mask: Tensor, scores) -> Tensor:
+def _four_dimensional(name: str, mask: Tensor, scores) -> Tensor:
     """[1|B, 1|N, 1|T, 1|S]: axes of length one stay, so that a bias is not spread over the batch."""
     if mask.dtype not in (torch.bool, *FLOATS):
-        raise TypeError(f"`attn_mask` must be boolean or one of {', '.join(DTYPES)}: got {mask.dtype}; cast it")
+        raise TypeError(f"`{name}` must be boolean or one of {', '.join(DTYPES)}: got {mask.dtype}; cast it")
     shape = (1,) * (len(scores) - mask.dim()) + tuple(mask.shape)
     if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
-        raise ValueError(f"`attn_mask` must broadcast to {tuple(scores)}: got shape {tuple(mask.shape)}")
+        raise ValueError(f"`{name}` must broadcast to {tuple(scores)}: got shape {tuple(mask.shape)}")
     lead = scores[:-3] if any(n != 1 for n in shape[:-3]) else ()
     return mask.reshape(shape).expand(*(lead or shape[:-3]), *shape[-3:]).reshape(math.prod(lead), *((1, *shape)[-3:]))

@@ -97,7 +97,7 @@ def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor, ...] | 
         except NotImplementedError as error:
             logger.debug("attention %s: %s; the reference computes it", name, error)
             return None
-        plans.keep(plans.look(name, args), plans.made(args, launcher.launched, results))
+        plans.keep(plans.look(name, args, case.problem.precision), plans.made(args, launcher.launched, results))
     return tuple(args[0].new_empty(0) if a is None else a for a in results)
 
 

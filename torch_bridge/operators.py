@@ -24,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from jax_flash_jvp.problem import SELECTORS, Operands, Problem
 from torch_bridge import reference
+from torch_bridge.plans import precision_of
 from torch_bridge.reference import Case
 
 GROUPS = {
@@ -68,7 +69,7 @@ def split(name: str, args):
 
 
 @functools.lru_cache(maxsize=1024)
-def _problem(is_causal: bool, scale: float, options: str, exact: bool) -> tuple[Problem, frozenset[str]]:
+def _problem(is_causal: bool, scale: float, options: str, precision: str) -> tuple[Problem, frozenset[str]]:
     """What the options say, and the names of what stands in a selection."""
     words = dict(word.partition("=")[::2] for word in options.split())
     window = tuple(int(words[side]) if side in words else None for side in ("left", "right"))
@@ -79,7 +80,7 @@ def _problem(is_causal: bool, scale: float, options: str, exact: bool) -> tuple[
         lower_right="lower_right" in words,
         soft_cap=float(words["soft_cap"]) if "soft_cap" in words else None,
         dropout_rate=float(words.get("dropout", 0)),
-        precision="ieee" if exact else "tf32",
+        precision=precision,
     )
     return problem, frozenset(words)
 
@@ -87,8 +88,7 @@ def _problem(is_causal: bool, scale: float, options: str, exact: bool) -> tuple[
 def case_of(q: Tensor, k: Tensor, selection: Tensor | None, is_causal: bool, scale: float, options: str) -> Case:
     """A selection is int32 [B, 4 + T + S]: the lengths of queries and keys, a seed of two numbers, and the segments of queries
     and keys, of which `options` names those that count."""
-    exact = q.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32"
-    problem, names = _problem(is_causal, scale, options, exact)
+    problem, names = _problem(is_causal, scale, options, precision_of(q))
     x = Operands(q, k, None)
     if selection is not None:
         parts = (

@@ -49,8 +49,14 @@ def keep(looks: tuple, plan: Plan | None) -> None:
     plans[looks] = plan
 
 
-def look(name: str, args: Sequence[Any]) -> tuple:
-    """All that the choice of kernels and arguments depends on: a plan holds for calls that look the same."""
+def precision_of(q: Tensor) -> str:
+    """Of products of such a tensor, by the setting in force."""
+    return "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def look(name: str, args: Sequence[Any], precision: str | None = None) -> tuple:
+    """All that the choice of kernels and arguments depends on: a plan holds for calls that look the same.  `precision` is that
+    in which the call was computed, or else the one in force, which another thread may change meanwhile."""
     q, parts, places = args[0], [], {}
     for a in args:
         if isinstance(a, Tensor):
@@ -59,7 +65,7 @@ def look(name: str, args: Sequence[Any]) -> tuple:
             parts += (a.shape, a.stride(), a.dtype, address % 16, same)
         else:
             parts.append(tuple(a) if isinstance(a, list) else a)
-    return name, q.device.index, q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision, *parts
+    return name, q.device.index, precision or precision_of(q), *parts
 
 
 def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:
