@@ -62,7 +62,8 @@ def dot_product_attention(
       bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S], or with K heads.  Differentiable.  Where
         it is -1e5 or less, the key is hidden, as by -inf; where no score with it is above -9e4, all keys may be.
       mask: boolean, True where a query attends to a key; broadcast likewise.
-      scale: σ, a number; 1 / sqrt(H) by default.  A traced one, differentiable, multiplies `query`, and is rounded with it.
+      scale: σ, a number; 1 / sqrt(H) by default.  A traced one, differentiable, multiplies `query`, and is rounded with it:
+        in 16 bits derivatives along it err about 1.4 times as much as those of naive attention.
       is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
       query_seq_lengths: int32 [B], or a number where `query` is [T, N, H]; queries from there on give zeros.
       key_value_seq_lengths: int32, likewise; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
@@ -123,7 +124,7 @@ def dot_product_attention(
             given[name] = _four_dimensional(name, given[name])
     for name in (*lengths, *segments):
         if given[name] is not None and ndim == 3 and given[name].ndim == (name in segments):
-            given[name] = given[name][None]
+            given[name] = _int32(given[name])[None]
     rate = dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
     given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
     x = Operands(*given.values())
@@ -184,12 +185,21 @@ def _four_dimensional(name: str, a: jax.Array) -> jax.Array:
     return a.reshape((1,) * (4 - a.ndim) + a.shape)
 
 
+def _int32(a: jax.Array) -> jax.Array:
+    """Of a Python number, which is an int64 under `jax_enable_x64`; other arrays as they are."""
+    if not a.weak_type or a.dtype != jnp.int64:
+        return a
+    return jnp.clip(a, -1, np.iinfo(np.int32).max).astype(jnp.int32)
+
+
 def number(name: str, value: Any, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"`{name}` must be a number known when the call is traced; make it a static argument")
     try:
+        if isinstance(value, str | bytes):  # which float reads
+            raise TypeError
         value = float(value)
     except OverflowError:
         value = np.inf

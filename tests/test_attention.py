@@ -243,6 +243,7 @@ ERRORS = {
     "scale-text": (changed(scale="big"), TypeError, "`scale` must be a number: got str"),
     "scale-nan": (changed(scale=float("nan")), ValueError, "`scale` must be finite in float32: got nan"),
     "scale-huge": (changed(scale=10**400), ValueError, "`scale` must be finite in float32: got inf"),
+    "scale-digits": (changed(scale="0.5"), TypeError, "`scale` must be a number: got str"),
     "scale-array": (changed(scale=np.ones(2)), TypeError, "`scale` must be a number: got ndarray"),
     "causal": (changed(is_causal="yes"), TypeError, "`is_causal` must be True or False: got str"),
     "window-three": (changed(local_window_size=(1, 2, 3)), TypeError, "or a pair of integers or None: got (1, 2, 3)"),
@@ -319,9 +320,13 @@ def test_errors_under_jit():
         dot_product_attention(**changed(), implementation="cudnn")
 
 
-def test_a_length_of_one_sequence_is_a_number():
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_length_of_one_sequence_is_a_number(x64, wrap):
     x = [jnp.asarray(oracle.normal(i, n, 2, H), jnp.float32) for i, n in enumerate((T, S, S))]
-    got = dot_product_attention(*x, query_seq_lengths=3, key_value_seq_lengths=jnp.int32(4))
+    attend = wrap(lambda n: dot_product_attention(*x, query_seq_lengths=n, key_value_seq_lengths=jnp.int32(4)))
+    with jax.enable_x64(x64):
+        got = attend(3)
     np.testing.assert_allclose(got[:3], dot_product_attention(x[0][:3], x[1][:4], x[2][:4]), rtol=1e-5, atol=1e-6)
     assert not got[3:].any()
 

@@ -1102,7 +1102,8 @@ def test_a_rate_that_rounds_to_one():
 # ------------------------------------------------------------------------------------------------ __torch_function__
 
 
-def test_functions_are_overridden_as_those_of_torch():
+@pytest.mark.parametrize("name", ["sdpa", "packed-not", "packed", "packed-keys"])
+def test_functions_are_overridden_as_those_of_torch(name):
     class Named(torch.Tensor):
         pass
 
@@ -1113,12 +1114,17 @@ def test_functions_are_overridden_as_those_of_torch():
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
-    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
-    attend = lambda q: sdpa(q, k, v, is_causal=True, local_window_size=2)
+    q, k, v, qkv = *(torch.randn(1, 2, 5, 4) for _ in range(3)), torch.randn(1, 5, 3, 5, 4)
+    function, attend, q = {
+        "sdpa": (sdpa, lambda q: sdpa(q, k, v, is_causal=True, local_window_size=2), q),
+        "packed-not": (flash_attn_func, lambda q: flash_attn_func(q, k, v, causal=True), q),
+        "packed": (flash_attn_qkvpacked_func, lambda qkv: flash_attn_qkvpacked_func(qkv, None, True, 0.3), qkv),
+        "packed-keys": (flash_attn_kvpacked_func, lambda kv: flash_attn_kvpacked_func(k, kv), qkv[:, :, :2]),
+    }[name]
     named = attend(q.as_subclass(Named))
     assert type(named) is Named
     with Seeing():
         got = attend(q)
-    assert seen == [sdpa]
+    assert seen == [function]
     for result in (named.as_subclass(torch.Tensor), got, torch.fx.symbolic_trace(attend)(q)):
         torch.testing.assert_close(result, attend(q))

@@ -142,7 +142,10 @@ def scaled_dot_product_attention(
 def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`scaled_dot_product_attention` in the layout, and with the arguments, of Tri Dao's `flash_attn_triton.py`:
     q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous [B, L, Hq, Ev].
-    `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i."""
+    `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i.  Errors speak of `query`, `key` and
+    `value`."""
+    if has_torch_function((q, k, v)):
+        return handle_torch_function(flash_attn_func, (q, k, v), q, k, v, bias, causal, softmax_scale)
     for name, a in zip("qkv", (q, k, v), strict=True):
         _check_tensor(name, a)
         if a.dim() != 4:
@@ -163,11 +166,15 @@ def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: flo
 
 def flash_attn_qkvpacked_func(qkv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`flash_attn_func` of qkv [B, L, 3, H, E], which is not copied."""
+    if has_torch_function((qkv,)):
+        return handle_torch_function(flash_attn_qkvpacked_func, (qkv,), qkv, bias, causal, softmax_scale)
     return flash_attn_func(*_unpacked("qkv", qkv, 3), bias, causal, softmax_scale)
 
 
 def flash_attn_kvpacked_func(q, kv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E], which is not copied."""
+    if has_torch_function((q, kv)):
+        return handle_torch_function(flash_attn_kvpacked_func, (q, kv), q, kv, bias, causal, softmax_scale)
     return flash_attn_func(q, *_unpacked("kv", kv, 2), bias, causal, softmax_scale)
 
 
@@ -277,7 +284,7 @@ def _attend(
     if scale is not None:
         _check_number("scale", scale)
     kind = query.device.type
-    if kind in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(kind):
+    if kind in ("cpu", "cuda", "xpu", "mps") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x = [a.to(dtype) if a.is_floating_point() and a.dtype != torch.float64 else a for a in x]
     whole = all(a.dim() == 4 and a.shape[0] == query.shape[0] for a in x)
