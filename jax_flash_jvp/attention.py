@@ -218,11 +218,13 @@ def _times(query: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _with_sinks(o: jax.Array, log_sum_exp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it."""
+    """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it.  What it leaves,
+    sigmoid(ℓ - sink), is written so that derivatives keep their digits where it is nearly one: those of a sigmoid are
+    multiples of its difference from one."""
     sinks = sinks.astype(log_sum_exp.dtype)[None, :, None]
     seen = log_sum_exp != -jnp.inf  # NaN is seen
     log_sum_exp = jnp.where(seen, log_sum_exp, 0)
-    share = jnp.where(seen, jax.nn.sigmoid(log_sum_exp - sinks), 0).mT[..., None]
+    share = jnp.where(seen, jnp.exp(-jax.nn.softplus(sinks - log_sum_exp)), 0).mT[..., None]
     return (o.astype(share.dtype) * share).astype(o.dtype), jnp.where(seen, jnp.logaddexp(log_sum_exp, sinks), sinks)
 
 

@@ -195,10 +195,10 @@ class Tiles:
 
     def kept(self, row: Array, column: Array, seed: Array, other: Array) -> Array:
         """1 / (1 - rate) where dropout keeps a probability, else 0: a hash of its place, as in the kernels."""
-        rate = np.float32(self.problem.dropout_rate)
+        rate = np.dtype(self.dtype).type(self.problem.dropout_rate)
         key = mixed(row.astype(jnp.uint32) ^ seed)
         bits = mixed(mixed(column.astype(jnp.uint32) ^ key) + (key ^ other)) >> 1
-        threshold = np.int32(np.float32(2**31) * rate)
+        threshold = np.int32(np.float32(2**31) * np.float32(rate))
         return jnp.where(bits.astype(jnp.int32) >= threshold, 1 / (1 - rate), 0).astype(self.dtype)
 
     def out_of_sight(self, i: Any, j: Any) -> Any:

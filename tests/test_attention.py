@@ -426,6 +426,34 @@ def test_rows_that_see_nothing_where_jax_looks_for_infinities():
         assert not jax.grad(lambda q: attend(q).sum())(q).any()
 
 
+@pytest.mark.parametrize("sink", [20.0, 0.0, -8.0, -16.0, -60.0])
+def test_sinks_far_from_the_scores(sink):
+    """Derivatives keep their digits where a sink takes next to nothing, or nearly all."""
+    x = [oracle.normal(i, 1, 32, 2, 8) for i in range(3)]
+    g, sinks = oracle.normal(3, 1, 32, 2, 8), np.full(2, sink)
+
+    def derivatives(attend, dtype):
+        *arrays, cotangent, at = (jnp.asarray(a, dtype) for a in (*x, g, sinks))
+        loss = lambda s: (attend(*arrays, sinks=s) * cotangent).sum()
+        along = jax.jvp(lambda s: attend(*arrays, sinks=s), (at,), (jnp.ones_like(at),))[1]
+        return along, jax.grad(loss)(at), jax.hessian(loss)(at)
+
+    with jax.enable_x64(True):
+        exact = derivatives(oracle.attention, jnp.float64)
+    for a, b in zip(derivatives(dot_product_attention, jnp.float32), exact, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * abs(b).max())
+
+
+@pytest.mark.parametrize("sink", [np.inf, -np.inf])
+def test_sinks_that_are_infinite(sink):
+    q, at = jnp.asarray(oracle.normal(0, 1, 5, 2, 4), jnp.float32), jnp.full(2, sink)
+    attend = lambda q, s: dot_product_attention(q, q, q, sinks=s)
+    np.testing.assert_allclose(attend(q, at), dot_product_attention(q, q, q) if sink < 0 else 0 * q, atol=1e-6)
+    loss = lambda q, s: (attend(q, s) ** 2).sum()
+    for result in jax.tree.leaves(jax.jvp(jax.grad(loss, (0, 1)), (q, at), (q, jnp.ones(2)))):
+        assert jnp.isfinite(result).all()
+
+
 def test_sinks_do_not_hide_nan():
     q, k = jnp.full((1, 2, 1, 4), jnp.nan), jnp.ones((1, 3, 1, 4))
     attend = lambda sinks: dot_product_attention(q, k, k, sinks=sinks, return_residual=True)

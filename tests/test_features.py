@@ -491,6 +491,16 @@ def test_dropout_is_random(rate):
     assert rows.std() == pytest.approx((rate * (1 - rate) / shape[2]) ** 0.5, rel=0.1)
 
 
+def test_dropout_in_float64():
+    """Keeps probabilities of 1 / S, times 1 / (1 - rate) in float64."""
+    with jax.enable_x64(True):
+        q = jnp.zeros((1, 50, 1, 4), "float64")
+        kept = np.asarray(dot_product_attention(q, q, q + 1, dropout_rate=0.3, dropout_key=jax.random.key(0))) * (
+            50 * 0.7
+        )
+    np.testing.assert_allclose(kept, kept.round(), rtol=1e-14)
+
+
 def test_dropout_of_two_keys_and_none():
     x = [jnp.asarray(oracle.normal(i, 2, 9, 2, 8), jnp.float32) for i in range(3)]
     attend = lambda seed, rate: dot_product_attention(*x, dropout_rate=rate, dropout_key=jax.random.key(seed))

@@ -1029,6 +1029,39 @@ def test_changes_in_place():
         assert not any(a._is_view() for a in (o, lse, t_o, mu, *gradients[: sum(want)]))
 
 
+@pytest.mark.parametrize("sink", [20.0, 0.0, -8.0, -16.0, -60.0])
+def test_sinks_far_from_the_scores(sink):
+    """As in JAX: derivatives keep their digits."""
+    x, g = [torch.randn(1, 2, 32, 8, dtype=torch.float64) for _ in range(3)], torch.randn(1, 2, 32, 8).double()
+
+    def derivatives(attend, dtype):
+        *arrays, cotangent = (a.to(dtype) for a in (*x, g))
+        at = torch.full((2,), sink, dtype=dtype)
+        loss = lambda s: (attend(*arrays, sinks=s) * cotangent).sum()
+        along = jvp(lambda s: attend(*arrays, sinks=s), (at,), (torch.ones_like(at),))[1]
+        return (
+            along,
+            grad(loss)(at),
+            jvp(grad(loss), (at,), (torch.ones_like(at),))[1],
+            grad(lambda s: grad(loss)(s).sum())(at),
+        )
+
+    def with_sinks(q, k, v, sinks):
+        scores = torch.cat([q @ k.mT * q.shape[-1] ** -0.5, sinks[:, None, None].expand(1, 2, 32, 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ v
+
+    for a, b in zip(derivatives(sdpa, torch.float32), derivatives(with_sinks, torch.float64), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
+def test_sinks_that_are_infinite(sink):
+    q, at = torch.randn(1, 2, 5, 4), torch.full((2,), sink)
+    torch.testing.assert_close(sdpa(q, q, q, sinks=at), sdpa(q, q, q) if sink < 0 else 0 * q)
+    loss = lambda q, s: sdpa(q, q, q, sinks=s).square().sum()
+    assert all(a.isfinite().all() for t in jvp(grad(loss, (0, 1)), (q, at), (q, torch.ones(2))) for a in t)
+
+
 def test_sinks_do_not_hide_nan():
     sinks = torch.zeros(1, requires_grad=True)
     sdpa(torch.full((1, 1, 2, 4), torch.nan), *(torch.ones(1, 1, 3, 4),) * 2, sinks=sinks).sum().backward()

@@ -175,6 +175,13 @@ def test_causal_bias_objects(bias):
     check(lambda: sdpa(*x, attn_mask=bias(L, S)), lambda: naive(*x, is_causal=True, **alignment))
 
 
+def test_dropout_in_float64():
+    """Keeps probabilities of 1 / S, times 1 / (1 - rate) in float64."""
+    q = torch.zeros(1, 1, 50, 4, dtype=torch.float64)
+    kept = sdpa(q, q, q + 1, dropout_p=0.3) * (50 * 0.7)
+    torch.testing.assert_close(kept, kept.round(), rtol=1e-14, atol=0)
+
+
 def test_dropout_follows_the_generator():
     x = [normal(B, H, n, E, seed=i).requires_grad_() for i, n in enumerate((L, S, S))]
     assert torch.equal(same_seed(*x, dropout_p=0.3), same_seed(*x, dropout_p=0.3))

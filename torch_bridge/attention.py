@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack  # private
 from torch.autograd import forward_ad
@@ -266,7 +267,8 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
     """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it."""
     seen = log_sum_exp != -torch.inf  # NaN is seen
     log_sum_exp = log_sum_exp.masked_fill(~seen, 0)
-    share = torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype)[:, None]) * seen
+    # sigmoid(ℓ - sink), as in `jax_flash_jvp`; softplus(x) is x where float64 shows no difference
+    share = torch.exp(-F.softplus(sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp, threshold=40)) * seen
     # in the memory order of o: PyTorch cannot change a tangent's where sizes are symbolic
     return (o.transpose(1, 2) * share.transpose(1, 2)[..., None].contiguous()).to(o.dtype).transpose(1, 2)
 

@@ -124,8 +124,8 @@ def _kept(case, at, q, k):
     heads, i = heads[:, None, None], (at[0] + i)[:, None]
     key = _mixed(i ^ _mixed(seed ^ _mixed(heads)))
     bits = _mixed(_mixed(j ^ key) + (key ^ _mixed(other + heads))) >> 1
-    rate = np.float32(case.problem.dropout_rate)
-    return (bits >= int(np.float32(2**31) * rate)).to(q.dtype) / float(1 - rate)
+    rate = (np.float64 if q.dtype == torch.float64 else np.float32)(case.problem.dropout_rate)
+    return (bits >= int(np.float32(2**31) * np.float32(rate))).to(q.dtype) / float(1 - rate)
 
 
 _WORD = 2**32 - 1
