@@ -307,6 +307,8 @@ class JaxTriton(_Contiguous):
     def _descriptor(self, rows: Rows) -> Any:
         from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
 
+        if rows.array is None:
+            return None
         shape, strides, block = rows.view(self.strides(rows.array))
         layout = shared_layout(block, str(rows.array.dtype))
         return self.jax_triton.TensorDescriptor(rows.array, shape, strides, block, layout)

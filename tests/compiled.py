@@ -54,11 +54,15 @@ class Recorder:
         types = [self._type(a) for a in (*pointers(inputs), *scalars, *outputs)]
         names = [p.name for p in kernel.params if not p.is_constexpr]
         options = dict(num_warps=num_warps, num_stages=num_stages, registers=registers)
-        self.launches.append((kernel, dict(zip(names, types, strict=True)), constants, options))
+        signature = dict(zip(names, types, strict=True))
+        nothing = {name: None for name in signature if signature[name] is None}
+        self.launches.append((kernel, {n: t for n, t in signature.items() if t}, constants | nothing, options))
         return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in (*outputs, *(inputs[i] for i in updates))]
 
     def _type(self, argument):
         if isinstance(argument, Rows):
+            if argument.array is None:
+                return None
             block, dtype = argument.view(self.strides(argument.array))[2], str(argument.array.dtype)
             sizes = ", ".join(map(str, block))
             return f"tensordesc<{_TYPES[dtype]}[{sizes}],{shared_layout(block, dtype)!r}>"

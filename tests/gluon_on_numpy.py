@@ -92,6 +92,10 @@ class Shared:
     def permute(self, order):
         return Shared(self.array.transpose(order))
 
+    @property
+    def shape(self):
+        return self.array.shape
+
     def load(self, layout):
         return block(self.array)
 
@@ -199,10 +203,11 @@ class Descriptor:
         self.block_type = types.SimpleNamespace(shape=shape, nbytes=int(np.prod(shape)) * self.dtype.itemsize)
 
     def copy(self, at, bar, target):
-        b, h, row, _ = map(int, at)
+        b, h, row, column = map(int, at)
 
         def arrive():
-            there = self.array[b, h, row : row + self.block_type.shape[2]]
+            rows, columns = self.block_type.shape[2:]
+            there = self.array[b, h, row : row + rows, column : column + columns]
             target.array[...] = 0
             target.array[0, 0, : len(there), : there.shape[1]] = there
             bar.update(announced=-self.block_type.nbytes)
@@ -382,7 +387,8 @@ class Launcher:
             interpret.launch(kernel, (grid,), *arrays, *scalars, *results, **constants)
             return results
         function = getattr(self.modules[kernel.fn.__module__], kernel.fn.__name__)
-        given = [Descriptor(a) if isinstance(a, Rows) else Pointer(np.empty(0) if a is None else a) for a in inputs]
+        described = lambda rows: None if rows.array is None else Descriptor(rows)
+        given = [described(a) if isinstance(a, Rows) else Pointer(np.empty(0) if a is None else a) for a in inputs]
         numbers = [block(s) if isinstance(s, int) else np.float32(s) for s in scalars]
         place.late, place.programs = self.late, grid
         with np.errstate(all="ignore"):

@@ -86,7 +86,7 @@ JOBS = (
 
 def slow(job, head_dim, kind):
     if kind == "whole":
-        return head_dim == 96 or (head_dim < 64 and job not in ("forward_dual", "tangent"))
+        return head_dim in (72, 96) or (head_dim < 64 and job not in ("forward_dual", "tangent"))
     return (job, head_dim, kind) not in {("forward_dual", 128, "persistent"), ("key_side", 128, "mask")}
 
 
@@ -94,7 +94,7 @@ def slow(job, head_dim, kind):
     ("job", "head_dim", "kind"),
     [
         pytest.param(*c, marks=[pytest.mark.slow] * slow(*c))
-        for c in (*itertools.product(JOBS, (32, 64, 96, 128), SPILL), *itertools.product(JOBS, (40,), ("whole",)))
+        for c in (*itertools.product(JOBS, (32, 64, 72, 96, 128), SPILL), *itertools.product(JOBS, (40,), ("whole",)))
     ],
 )
 def test_compiles_without_serialised_products(job, head_dim, kind):
@@ -199,10 +199,13 @@ def test_a_cotangent_of_the_log_sum_exp_alone():
     [
         (8192, 64, None, ["hopper"] * 5),
         (256, 64, None, ["portable", "hopper", "portable", "hopper", "portable"]),
+        (256, 64, "many", ["portable", "hopper", "hopper", "hopper", "hopper"]),
+        (64, 64, "many", ["portable", "hopper", "portable", "hopper", "hopper"]),
         (1024, 64, None, ["portable", "hopper", "portable", "hopper", "hopper"]),
         (8192, 64, (300, 300), ["portable", "hopper", "portable", "hopper", "hopper"]),
         (8192, 72, None, ["hopper"] * 5),
         (256, 72, None, ["portable", "hopper", "portable", "hopper", "hopper"]),
+        (256, 72, "many", ["hopper"] * 5),
         (1024, 128, (None, 0), ["hopper"] * 5),
         (8192, 32, None, ["hopper", "hopper", "portable", "hopper", "hopper"]),
         (256, 32, None, ["portable"] * 5),
@@ -214,14 +217,14 @@ def test_a_cotangent_of_the_log_sum_exp_alone():
 )
 def test_which_kernels_are_taken(length, head_dim, window, families):
     """Of forward, forward + tangent, backward, tangent and dual backward, unless a family is asked for: short loops do not fill
-    the rings."""
-    recorder = Recorder(90)
-    o = jax.ShapeDtypeStruct((1, length, 2, head_dim), jnp.bfloat16)
-    x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
+    the rings, unless there are many."""
+    recorder, batch = Recorder(90), 66 if window == "many" else 1
+    o = jax.ShapeDtypeStruct((batch, length, 2, head_dim), jnp.bfloat16)
+    x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((batch, 2, length), jnp.float32)
     if window == "documents":
         segments, window = jax.ShapeDtypeStruct((1, length), "int32"), None
         x = x._replace(query_segments=segments, key_segments=segments)
-    case = Problem(scale=0.1, window=window)
+    case = Problem(scale=0.1, window=None if window == "many" else window)
     every.forward(recorder, case, x)
     every.forward(recorder, case, x, x)
     every.backward(recorder, case, x, (o, statistic), (o, None), QUERY)

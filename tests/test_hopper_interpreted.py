@@ -93,10 +93,34 @@ def test_every_job(shape, causal, late):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 150, 130, 2, 1, 72), (2, 90, 140, 1, 1, 40), (1, 70, 150, 2, 1, 24)], ids=["D72", "D40", "D24"]
+    "shape",
+    [
+        (1, 150, 130, 2, 1, 72),
+        (1, 70, 150, 1, 1, 88),
+        (2, 90, 140, 1, 1, 40),
+        (1, 70, 150, 2, 1, 24),
+        (1, 70, 90, 1, 1, 8),
+    ],
+    ids=["D72", "D88", "D40", "D24", "D8"],
 )
 def test_channels_fewer_than_those_of_a_tile(shape):
     check(problem(shape[-1], True), *operands(shape))
+
+
+PARTS_MUTANTS = {
+    "columns-of-the-first-part": ("[i_b, i_h, row, column]", "[i_b, i_h, row, 0]"),
+    "bytes-of-the-first-part": (
+        "descs[0].block_type.nbytes + descs[1].block_type.nbytes",
+        "descs[0].block_type.nbytes",
+    ),
+    "scores-of-the-first-part": ("for PART in gl.static_range(len(a)):", "for PART in gl.static_range(1):"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), PARTS_MUTANTS.values(), ids=PARTS_MUTANTS)
+def test_broken_second_parts_fail(old, new):
+    with pytest.raises(AssertionError):
+        check(problem(72, False), *operands((1, 70, 90, 1, 1, 72)), launcher=gluon_on_numpy.Launcher(old, new))
 
 
 def lengths(*numbers):
@@ -236,6 +260,7 @@ SLOW = {"window-left", "lower-right", "key-lengths", "query-lengths"}
             *((feature, SHAPE, feature in SLOW) for feature in FEATURES),
             *((feature, WIDE, feature != "all") for feature in FEATURES),
             ("all", (2, 400, 300, 1, 1, 64), True),  # three warpgroups
+            ("all", (2, 200, 300, 1, 1, 72), False),  # two parts of columns
             *((feature, case.get("shape", SHAPE), False) for feature, case in LISTED.items()),
         )
     ],
@@ -433,7 +458,7 @@ def test_float16_has_no_room_above_its_tangents(wait):
     key = 0.1 * np.float32(x.key) + 5 / 8 * (np.arange(512) >= 128)[:, None, None]
     x, tx = x._replace(query=np.ones_like(x.query), key=key), tx._replace(query=None, key=600 * np.float32(tx.key))
     x, tx = (Operands(*(None if a is None else np.asarray(a).astype(np.float16) for a in y)) for y in (x, tx))
-    change = ("8 if memory.q.dtype == gl.bfloat16 else 0", "8") if wait else ()
+    change = ("8 if memory.q[0].dtype == gl.bfloat16 else 0", "8") if wait else ()
     _, _, t_o, _ = jobs.forward(gluon_on_numpy.Launcher(*change), problem(64, False), x, tx)
     assert np.isfinite(np.float32(t_o)).all() != wait
 

@@ -104,6 +104,8 @@ def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor, ...] | 
 def _descriptor(rows: Rows) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    if rows.array is None:
+        return None
     shape, strides, block = rows.view(rows.array.stride())
     return TensorDescriptor(rows.array, [*shape], [*strides], [*block], _layout(block, rows.array.dtype))
 

@@ -27,7 +27,7 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Modu
             f"`implementation`='hopper' does not serve {reason}; ask for 'triton', which takes the portable kernels"
         )
     if reason is None:
-        return hopper if hopper.faster(job, problem, x) else portable
+        return hopper if hopper.faster(job, launcher, problem, x) else portable
     logger.debug("the portable kernels run: those for Hopper do not serve %s", reason)
     return portable
 

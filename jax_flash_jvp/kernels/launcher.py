@@ -13,7 +13,7 @@ class Output(NamedTuple):
 
 class Rows(NamedTuple):
     """An input that a kernel reads through a TMA descriptor: [B, H, L, D] of an array [B, L, H, D], in tiles of so many rows
-    and channels."""
+    and channels.  Of None nothing, a constant: there is no such descriptor."""
 
     array: Any
     rows: int

@@ -26,10 +26,13 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     barriers,
     clean,
     copy_async,
+    described,
+    expect,
     give_back,
     load_resident,
     load_tile,
     matrix,
+    rows_from,
     tiles,
     wait,
 )
@@ -68,10 +71,10 @@ from jax_flash_jvp.kernels.portable.scores import has
 # constants: USE_… of c, w and the tangents follow from which there are and what is wanted
 Options = namedtuple(
     "Options",
-    "D C T SLOTS GROUPS ROW THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB USE_TC USE_TE "
+    "C T SLOTS GROUPS ROW THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB USE_TC USE_TE "
     "WANT_A WANT_C WANT_TA WANT_TC",
 )
-Arrays = namedtuple("Arrays", "a c b e ta tc tb te")  # descriptors
+Arrays = namedtuple("Arrays", "a c b e ta tc tb te")  # descriptors, of the parts of each
 Statistics = namedtuple("Statistics", "LSE2 MU DELTA T_DELTA")
 # shared: resident rows, the ring, statistics of streamed rows, and the barriers of each
 Memory = namedtuple("Memory", "a c ta tc ring a_full a_empty full empty stats s_full s_empty turn")
@@ -173,7 +176,7 @@ def load_all_resident(arrays, i_b, i_a, row, memory, phase, options):
     for w in gl.static_range(options.GROUPS):
         bar = memory.a_full.index(w)
         mbarrier.wait(memory.a_empty.index(w), phase)
-        mbarrier.expect(bar, COUNT * arrays.a.block_type.nbytes)
+        expect(bar, COUNT, arrays.a)
         load_resident(arrays.a, i_b, i_a, row, bar, memory.a, w)
         if USE_C:
             load_resident(arrays.c, i_b, i_a, row, bar, memory.c, w)
@@ -252,7 +255,6 @@ def produce(arrays, statistics, memory, call, selection, options):
 def consume_block(
     i, i_w: gl.constexpr, b_at, s_at, tick, a_phase, memory, statistics, results, scale, call, selection, options
 ):  # fmt: skip
-    D: gl.constexpr = options.D
     C: gl.constexpr = options.C
     T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
@@ -275,7 +277,6 @@ def consume_block(
     s_l: gl.constexpr = product_layout(T)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     x_l: gl.constexpr = gl.SliceLayout(1 if ROW else 0, s_l)
-    BLOCKS: gl.constexpr = 2 if USE_TB or USE_TE else 1
     PADDED_A: gl.constexpr = has(FEATURES, "query_lengths" if ROW else "key_lengths")
     PADDED_B: gl.constexpr = has(FEATURES, "key_lengths" if ROW else "query_lengths")
     RAGGED: gl.constexpr = options.RAGGED or PADDED_B
@@ -284,7 +285,7 @@ def consume_block(
     N_P: gl.constexpr = parts(C) * ((1 if WANT_C else 0) + (1 if WANT_TC and USE_TE else 0))
     N_DS: gl.constexpr = parts(C) * ((1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0))
     N_PW: gl.constexpr = parts(C) if WANT_TC and USE_W else 0
-    dtype: gl.constexpr = memory.a.dtype
+    dtype: gl.constexpr = memory.a[0].dtype
     HQ, GROUP, LQ, LK = call.HQ, call.GROUP, call.LQ, call.LK
     HA = HQ if ROW else HQ // GROUP
     LA = LQ if ROW else LK
@@ -323,23 +324,23 @@ def consume_block(
                     j = tile_at(t, visits, MASKED, FEATURES)
                     # an index that the compiler cannot fold: else it keeps every resident descriptor in registers
                     z = i_w + (tick >> 30)
-                    a = matrix(memory.a, z, GROUP_ROWS, D)
+                    a = matrix(memory.a, z)
                     e_at = advance(b_at, SLOTS)
-                    bb = matrix(memory.ring, b_at.slot, BLOCKS * T, D)
-                    ee = matrix(memory.ring, e_at.slot, BLOCKS * T, D)
-                    b = bb.slice(0, T, 0)
-                    e = ee.slice(0, T, 0)
-                    tb = bb.slice(T, T, 0) if USE_TB else b
-                    te = ee.slice(T, T, 0) if USE_TE else e
+                    bb = matrix(memory.ring, b_at.slot)
+                    ee = matrix(memory.ring, e_at.slot)
+                    b = rows_from(bb, 0, T)
+                    e = rows_from(ee, 0, T)
+                    tb = rows_from(bb, T, T) if USE_TB else b
+                    te = rows_from(ee, T, T) if USE_TE else e
                     if MASKED and PADDED_B:
                         wait(full, b_at)
-                        clean(b, j * T, end_b, T, D)
+                        clean(b, j * T, end_b)
                         wait(full, e_at)
-                        clean(e, j * T, end_b, T, D)
+                        clean(e, j * T, end_b)
                         if USE_TB:
-                            clean(tb, j * T, end_b, T, D)
+                            clean(tb, j * T, end_b)
                         if USE_TE:
-                            clean(te, j * T, end_b, T, D)
+                            clean(te, j * T, end_b)
 
                     if not ROW and not THROUGH_SHARED:
                         lse2 = column(statistics.LSE2 + x_g, j * T, end_b, float("inf"), T, RAGGED, x_l)
@@ -347,16 +348,16 @@ def consume_block(
                     if TURNS:
                         mbarrier.wait(turn.index(i_w), tick & 1)
                     if USE_TB:
-                        b_s = score_product(a, bb, zeros, False, C)  # [64, 2 T]
+                        b_s = score_product(a, bb, zeros, False)  # [64, 2 T]
                     else:
-                        b_s = score_product(a, b, zero, False, C)  # [64, T]
+                        b_s = score_product(a, b, zero, False)  # [64, T]
                     wait(full, e_at)
                     if USE_C:
-                        c = matrix(memory.c, z, GROUP_ROWS, D)
+                        c = matrix(memory.c, z)
                         if USE_TE and WANT_TA:
-                            b_dp = score_product(c, ee, zeros, False, C)
+                            b_dp = score_product(c, ee, zeros, False)
                         else:
-                            b_dp = score_product(c, e, zero, False, C)
+                            b_dp = score_product(c, e, zero, False)
                     if TURNS:
                         mbarrier.arrive(turn.index((i_w + 1) % GROUPS), count=1)
                     if THROUGH_SHARED:
@@ -376,11 +377,11 @@ def consume_block(
                             mu = staged_column(stats, 4 * s_at.slot + 1, x_l)
                         b_ts -= mu * per_scale
                     if USE_TA:
-                        b_ts = score_product(matrix(memory.ta, z, GROUP_ROWS, D), b, b_ts, True, C)
+                        b_ts = score_product(matrix(memory.ta, z), b, b_ts, True)
                     if WANT_C:
-                        b_dc = accumulated(p, e, b_dc, C)
+                        b_dc = accumulated(p, e, b_dc)
                     if WANT_TC and USE_TE:
-                        b_tdc = accumulated(p, te, b_tdc, C)
+                        b_tdc = accumulated(p, te, b_tdc)
 
                     if USE_C:
                         if THROUGH_SHARED:
@@ -395,9 +396,9 @@ def consume_block(
                         if N_DS > 0:
                             ds = gl.convert_layout((b_p * b_dp).to(dtype), p_l)
                         if WANT_TA and USE_TB:
-                            b_tda = accumulated(ds, tb, b_tda, C)
+                            b_tda = accumulated(ds, tb, b_tda)
                         if WANT_A:
-                            b_da = accumulated(ds, b, b_da, C)
+                            b_da = accumulated(ds, b, b_da)
                     if USE_TA:
                         b_ts = warpgroup_mma_wait(N_P + N_DS, deps=[b_ts])
                     if USE_W:
@@ -409,15 +410,15 @@ def consume_block(
                         if USE_W:
                             b_tdp += b_dp * b_w
                         if USE_TC:
-                            b_tdp = score_product(matrix(memory.tc, z, GROUP_ROWS, D), e, b_tdp, True, C)
+                            b_tdp = score_product(matrix(memory.tc, z), e, b_tdp, True)
                     if N_PW > 0:
                         pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
-                        b_tdc = accumulated(pw, e, b_tdc, C)
+                        b_tdc = accumulated(pw, e, b_tdc)
                     if WANT_TA:
                         if USE_TC:
                             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
                         tds = gl.convert_layout((b_p * b_tdp).to(dtype), p_l)
-                        b_tda = accumulated(tds, b, b_tda, C)
+                        b_tda = accumulated(tds, b, b_tda)
 
                     if WANT_TA:
                         b_tda, tds = settled(b_tda, tds)
@@ -440,7 +441,7 @@ def consume_block(
                     tick += 1
     mbarrier.arrive(memory.a_empty.index(i_w), count=1)
 
-    again = i if D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    again = i if C <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
     block = own(again, call, selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_start = (block.i_block * GROUPS + i_w) * GROUP_ROWS
@@ -542,11 +543,11 @@ def program(arrays, statistics, results, scale, call, selection, options):
 
 @gluon.jit
 def backward(
-    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d,
+    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, LSE2, MU, DELTA, T_DELTA,
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share,
     DA, DC, TDA, TDC, PARTS,
-    D: gl.constexpr, C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
+    C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr, HAS_TE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
@@ -564,11 +565,14 @@ def backward(
     if not ROW and not RAGGED:
         LQ = LQ // T * T  # as in portable/backward.py
     program(
-        Arrays(a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d), Statistics(LSE2, MU, DELTA, T_DELTA),
+        Arrays(
+            described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),
+            described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
+        ), Statistics(LSE2, MU, DELTA, T_DELTA),
         Results(DA, DC, TDA, TDC, PARTS), scale, Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
-            D, C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, masks(FEATURES, ROW, RAGGED),
+            C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, masks(FEATURES, ROW, RAGGED),
             USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
         ),
     )  # fmt: skip

@@ -19,10 +19,13 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     advance,
     barriers,
     clean,
+    described,
+    expect,
     give_back,
     load_resident,
     load_tile,
     matrix,
+    rows_from,
     tiles,
     wait,
 )
@@ -65,8 +68,8 @@ from jax_flash_jvp.kernels.hopper.visibility import (
 from jax_flash_jvp.kernels.hopper.work import Call, end_of_items, item, own_block, part_rows, part_statistic
 from jax_flash_jvp.kernels.portable.scores import has
 
-Options = namedtuple("Options", "D C BN SLOTS GROUPS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")  # constants
-Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors
+Options = namedtuple("Options", "C BN SLOTS GROUPS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")  # constants
+Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors, of the parts of each
 Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn")  # shared: resident rows, the ring, barriers
 Results = namedtuple("Results", "O LSE TO MU PARTS")
 # an `item`: batch entry, query head, first query (then that of a warpgroup), what is seen, tiles to visit
@@ -115,7 +118,7 @@ def load_queries(arrays, i_b, i_h, row, memory, phase, options):
     for w in gl.static_range(options.GROUPS):
         bar = memory.q_full.index(w)
         mbarrier.wait(memory.q_empty.index(w), phase)
-        mbarrier.expect(bar, (2 if HAS_TQ else 1) * arrays.q.block_type.nbytes)
+        expect(bar, 2 if HAS_TQ else 1, arrays.q)
         load_resident(arrays.q, i_b, i_h, row, bar, memory.q, w)
         if HAS_TQ:
             load_resident(arrays.tq, i_b, i_h, row, bar, memory.tq, w)
@@ -176,19 +179,19 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, MASKED: 
     HAS_TQ: gl.constexpr = options.HAS_TQ
     HAS_TK: gl.constexpr = options.HAS_TK
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, product_layout(BN))
-    PAIRED: gl.constexpr = HAS_TK and options.D > 64  # both products of q in one; at 64 that is slower
+    PAIRED: gl.constexpr = HAS_TK and options.C > 64  # both products of q in one; at 64 that is slower
     N_TS: gl.constexpr = 0 if PAIRED else parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
-    k = kk.slice(0, BN, 0)
+    k = rows_from(kk, 0, BN)
     b_ts = zero
     if PAIRED:
         zeros = gl.zeros([GROUP_ROWS, 2 * BN], gl.float32, product_layout(2 * BN))
-        b_s = score_product(q, kk, zeros, False, C)
+        b_s = score_product(q, kk, zeros, False)
     else:
-        b_s = score_product(q, k, zero, False, C)
+        b_s = score_product(q, k, zero, False)
         if HAS_TQ:
-            b_ts = score_product(tq, k, zero, False, C)
+            b_ts = score_product(tq, k, zero, False)
         if HAS_TK:
-            b_ts = score_product(q, kk.slice(BN, BN, 0), b_ts, HAS_TQ, C)
+            b_ts = score_product(q, rows_from(kk, BN, BN), b_ts, HAS_TQ)
     if options.TURNS:
         mbarrier.arrive(next_turn, count=1, pred=later)
     s_l: gl.constexpr = product_layout(BN)
@@ -201,7 +204,7 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, MASKED: 
             one = 1 - (tick >> 30)
         b_ts *= one  # sums that no instruction begins are serialised by the assembler
         if HAS_TQ:
-            b_ts = score_product(tq, k, b_ts, True, C)
+            b_ts = score_product(tq, k, b_ts, True)
     return hide(b_s, seen, row, k_row, sight, BN, True, MASKED, FEATURES, s_l), b_ts
 
 
@@ -221,7 +224,6 @@ def softmax(b_s, b_m, b_l, scale, SLACK: gl.constexpr):
 @gluon.jit
 def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, scale, call, options):
     """If LINEAR, the tangent alone: P comes from the saved ℓ, so nothing is rescaled."""
-    D: gl.constexpr = options.D
     C: gl.constexpr = options.C
     BN: gl.constexpr = options.BN
     SLOTS: gl.constexpr = options.SLOTS
@@ -240,8 +242,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     HAS_O: gl.constexpr = HAS_TS or not LINEAR
-    BLOCKS: gl.constexpr = 2 if HAS_TK or HAS_TV else 1
-    SLACK: gl.constexpr = 8 if memory.q.dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
+    SLACK: gl.constexpr = 8 if memory.q[0].dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
     next_turn = turn.index((w + 1) % GROUPS)
     first_tick = tick
     last_tick = tick + visits.plain_end - visits.plain_first + visits.masked_end - visits.masked_first - 1
@@ -261,14 +262,14 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
             for t in range(t_first, t_end):
                 j = tile_at(t, visits, MASKED, FEATURES)
                 # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
-                q = matrix(memory.q, w + (tick >> 30), GROUP_ROWS, D)
+                q = matrix(memory.q, w + (tick >> 30))
                 v_at = advance(k_at, SLOTS)
-                kk = matrix(memory.ring, k_at.slot, BLOCKS * BN, D)
-                vv = matrix(memory.ring, v_at.slot, BLOCKS * BN, D)
-                v, tv = vv.slice(0, BN, 0), vv.slice(BN, BN, 0) if HAS_TV else vv
+                kk = matrix(memory.ring, k_at.slot)
+                vv = matrix(memory.ring, v_at.slot)
+                v, tv = rows_from(vv, 0, BN), rows_from(vv, BN, BN) if HAS_TV else vv
 
                 wait(full, k_at)
-                tq = matrix(memory.tq, w + (tick >> 30), GROUP_ROWS, D)
+                tq = matrix(memory.tq, w + (tick >> 30))
                 later = tick > first_tick
                 b_s, b_ts = scores(q, tq, kk, next_turn, later, tick, scale, row, j * BN, sight, MASKED, options)
                 if LINEAR:
@@ -279,7 +280,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
                     b_p, b_pl, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, SLACK)
                     b_o = rescaled(b_o, alpha)
                     b_to = rescaled(b_to, alpha)
-                p = gl.convert_layout(b_p.to(memory.q.dtype), p_l)
+                p = gl.convert_layout(b_p.to(memory.q[0].dtype), p_l)
                 per_l = 1.0 / gl.where(b_l == 0.0, 1.0, b_l)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
@@ -296,19 +297,19 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
                     b_to = increased(b_to, back, b_o)
                 wait(full, v_at)
                 if MASKED and has(FEATURES, "key_lengths"):
-                    clean(v, j * BN, sight.key_end, BN, D)
+                    clean(v, j * BN, sight.key_end)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
                 if HAS_O:
-                    b_o = accumulated(p, v, b_o, C)
+                    b_o = accumulated(p, v, b_o)
                 if HAS_TV:
                     if MASKED and has(FEATURES, "key_lengths"):
-                        clean(tv, j * BN, sight.key_end, BN, D)
-                    b_to = accumulated(p, tv, b_to, C)
+                        clean(tv, j * BN, sight.key_end)
+                    b_to = accumulated(p, tv, b_to)
                 if HAS_TS:  # behind the products just issued
                     b_pt = b_p * (b_ts * scale - gl.expand_dims(b_c, 1))
-                    pt = gl.convert_layout(b_pt.to(memory.q.dtype), p_l)
-                    b_to = accumulated(pt, v, b_to, C)
+                    pt = gl.convert_layout(b_pt.to(memory.q[0].dtype), p_l)
+                    b_to = accumulated(pt, v, b_to)
                     b_to, pt = settled(b_to, pt)
                 if HAS_O:
                     b_o, p = settled(b_o, p)
@@ -320,7 +321,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
 
     if TURNS:
         mbarrier.arrive(next_turn, count=1, pred=tick > first_tick)
-    again = i if D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    again = i if C <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
     i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * GROUPS + w) * GROUP_ROWS
     if LINEAR:
@@ -359,7 +360,6 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
 
 @gluon.jit
 def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale, call, options):
-    D: gl.constexpr = options.D
     C: gl.constexpr = options.C
     BN: gl.constexpr = options.BN
     SLOTS: gl.constexpr = options.SLOTS
@@ -372,7 +372,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale,
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    q = matrix(memory.q, w, GROUP_ROWS, D)
+    q = matrix(memory.q, w)
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
@@ -382,16 +382,16 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale,
         # P is handed from one tile to the next but not from one loop to the other, where it would lose its packed registers
         if (not MASKED or options.MASKS) and t_first < t_end:
             wait(full, k_at)
-            k = matrix(ring, k_at.slot, BN, D)
+            k = matrix(ring, k_at.slot)
             j = tile_at(t_first, visits, MASKED, FEATURES)
-            b_s = score_product(q, k, zero, False, C)
+            b_s = score_product(q, k, zero, False)
             seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             give_back(empty, k_at)
             b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, 0)
             b_o = scaled(b_o, alpha)
-            p = gl.convert_layout(b_p.to(memory.q.dtype), p_l)
+            p = gl.convert_layout(b_p.to(memory.q[0].dtype), p_l)
             v_at = advance(k_at, SLOTS)
             for t in range(t_first + 1, t_end):
                 v_row = j * BN
@@ -400,13 +400,13 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale,
                 wait(full, k_at)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
-                k = matrix(ring, k_at.slot, BN, D)
-                b_s = score_product(q, k, zero, False, C)
+                k = matrix(ring, k_at.slot)
+                b_s = score_product(q, k, zero, False)
                 wait(full, v_at)
-                v = matrix(ring, v_at.slot, BN, D)
+                v = matrix(ring, v_at.slot)
                 if MASKED and has(FEATURES, "key_lengths"):
-                    clean(v, v_row, sight.key_end, BN, D)
-                b_o = accumulated(p, v, b_o, C)
+                    clean(v, v_row, sight.key_end)
+                b_o = accumulated(p, v, b_o)
                 if TURNS:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
@@ -416,20 +416,20 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale,
                 b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, 0)
                 b_o, p = settled(b_o, p)
                 give_back(empty, v_at)
-                p = gl.convert_layout(b_p.to(memory.q.dtype), p_l)
+                p = gl.convert_layout(b_p.to(memory.q[0].dtype), p_l)
                 b_o = scaled(b_o, alpha)
                 v_at = advance(k_at, SLOTS)
                 tick += 1
             wait(full, v_at)
-            v = matrix(ring, v_at.slot, BN, D)
+            v = matrix(ring, v_at.slot)
             if MASKED and has(FEATURES, "key_lengths"):
-                clean(v, j * BN, sight.key_end, BN, D)
-            b_o = accumulated(p, v, b_o, C)
+                clean(v, j * BN, sight.key_end)
+            b_o = accumulated(p, v, b_o)
             b_o, p = settled(b_o, p)
             give_back(empty, v_at)
             k_at = advance(v_at, SLOTS)
     mbarrier.arrive(memory.q_empty.index(w), count=1)
-    again = i if D <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    again = i if C <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
     i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * GROUPS + w) * GROUP_ROWS
     b_lse = (b_m + gl.log2(b_l)) * LN2
@@ -515,17 +515,21 @@ def program(arrays, SAVED, results, scale, call, selection, options):
 
 @gluon.jit
 def forward(
-    q_d, k_d, v_d, tq_d, tk_d, tv_d, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,
+    q_d, k_d, v_d, tq_d, tk_d, tv_d, q_r, k_r, v_r, tq_r, tk_r, tv_r,
+    MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share,
     O, LSE, TO, MU, PARTS,
-    D: gl.constexpr, C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    FEATURES: gl.constexpr,
-    RAGGED: gl.constexpr, HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
+    C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    FEATURES: gl.constexpr, RAGGED: gl.constexpr,
+    HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     PAIRS: gl.constexpr = SLOTS // (2 if HAS_TK or HAS_TV else 1)
     program(
-        Arrays(q_d, tq_d, k_d, tk_d, v_d, tv_d), SAVED, Results(O, LSE, TO, MU, PARTS), scale,
+        Arrays(
+            described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),
+            described(tv_d, tv_r),
+        ), SAVED, Results(O, LSE, TO, MU, PARTS), scale,
         Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
-        Options(D, C, BN, PAIRS, GROUPS, TURNS, masks(FEATURES, True, RAGGED), FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR),
+        Options(C, BN, PAIRS, GROUPS, TURNS, masks(FEATURES, True, RAGGED), FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import triton
 from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper import merge as merge_kernels
-from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, blocks
 from jax_flash_jvp.kernels.hopper.work import part_size
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
@@ -17,7 +17,7 @@ from jax_flash_jvp.kernels.portable.tiles import Tile
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 GROUP = GROUP_ROWS.value
-WIDTHS = (32, 64, 96, 128)  # up to so many channels; tiles have 32, 64 or 128
+WIDTHS = (32, 64, 96, 128)  # up to so many channels
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
 PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
@@ -49,9 +49,9 @@ class Merge(NamedTuple):
     statistics: int = 0
 
 
-# measured on an H200 at L = 8192, 96 at 72, but for the tangents alone at 32; keys are the width and, for the backward, whether
-# tangents of gradients are wanted
-FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(128, 4, True), 128: Ring(128, 4, True)}
+# measured on an H200 at L = 8192, but 96 at 72, mostly on an H100 and at L = 256 too, and the tangents alone at 32; keys are the
+# width and, for the backward, whether tangents of gradients are wanted
+FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(128, 6, True), 128: Ring(128, 4, True)}
 FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
@@ -68,21 +68,28 @@ WITH_MASK = {
 }  # fmt: skip
 # with two warpgroups another tile, and so where blocks are not alike
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
-VALUES_DUAL = {96: Ring(64, 8, True), 128: Ring(64, 8, True)}
+VALUES_DUAL = {96: Ring(64, 12, False), 128: Ring(64, 8, True)}
 KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, False)}
 QUERY_SIDE = {
     (32, "plain"): Ring(64, 12, True, 3), (32, "dual"): Ring(64, 16, False), (32, "tangent"): Ring(64, 16, False),
-    (64, "plain"): Ring(64, 12, True, 3), (96, "plain"): Ring(64, 8, True, 3), (128, "plain"): Ring(64, 6, True, 3),
+    (64, "plain"): Ring(64, 12, True, 3), (96, "plain"): Ring(128, 6, True), (128, "plain"): Ring(64, 6, True, 3),
     (64, "dual"): Ring(64, 12, False), (96, "dual"): Ring(32, 12, False), (128, "dual"): Ring(32, 8, True),
-    (64, "tangent"): Ring(64, 10, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(64, 6, False),
+    (64, "tangent"): Ring(64, 10, False), (96, "tangent"): Ring(64, 8, False), (128, "tangent"): Ring(64, 6, False),
 }  # fmt: skip
 
-# the shortest loops over a sequence or a window, by width and job, for which these kernels are faster
+# The shortest loops over a sequence or a window, by width and job, for which these kernels are faster; and those where every
+# multiprocessor has a block, and all blocks see everything.
 FROM: dict[int, dict[str, float]] = {
     32: dict(forward=2048, forward_dual=512, backward=math.inf, backward_dual=512),
     64: dict(forward=2048, forward_dual=128, backward=8192, backward_dual=512),
     96: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
     128: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
+}
+FROM_IF_FULL: dict[int, dict[str, float]] = {
+    32: FROM[32],
+    64: dict(forward=1024, forward_dual=64, backward=128, backward_dual=64),
+    96: dict(forward=64, forward_dual=64, backward=128, backward_dual=64),
+    128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
 }
 
 
@@ -113,16 +120,18 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
     return None
 
 
-def faster(job: str, problem: Problem, x: Operands) -> bool:
-    """Than the portable kernels?  As measured on an H200."""
-    (queries, _, head_dim), keys = x.query.shape[1:], x.key.shape[1]
+def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
+    """Than the portable kernels?  As measured on an H200, and on an H100."""
+    (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = _width(head_dim)
     listed = x.mask is not None or x.query_segments is not None
     if listed and width <= 64 and job in ("forward", "backward"):
         return False
     left, right = problem.reach(queries, keys)
     window = keys if left is None or right is None else left + right + 1
-    return min(queries, keys, window) >= FROM[width][job]
+    blocks = batch * heads * triton.cdiv(queries, 2 * GROUP)
+    full = not listed and left is right is None and blocks >= (launcher.multiprocessors or math.inf)
+    return min(queries, keys, window) >= (FROM_IF_FULL if full else FROM)[width][job]
 
 
 def _width(head_dim: int) -> int:
@@ -137,7 +146,6 @@ class _Call:
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
         self.width = _width(self.head_dim)
-        self.columns = triton.next_power_of_2(self.width)  # of a tile
         self.portable = portable._Call(launcher, problem, x)
         self.features = self.portable.features
         self.words = {*self.features.split()}
@@ -187,6 +195,12 @@ class _Call:
                 return pair
         return ring
 
+    def rows(self, *arrays: tuple[Any, int]) -> list[Rows]:
+        """The descriptors of arrays in tiles of so many rows: of the first part of their channels, then of the second."""
+        first, *rest = blocks(self.head_dim)
+        seconds = [Rows(a, n, rest[0]) if rest else Rows(None, 0, 0) for a, n in arrays]
+        return [*(Rows(a, n, first) for a, n in arrays), *seconds]
+
     def schedule(self, kernel, ring: Ring, by_key: bool) -> tuple[int, int, int, str]:
         """(programs, blocks that one of them each computes, tiles of the others for each, words for the kernel).  Blocks are
         alike where nothing but the ragged end is masked."""
@@ -217,7 +231,7 @@ class _Call:
             (float(self.problem.scale), blocks, *self.scalars, whole, share),
             [placeholder if o is None else o for o in (*outputs, parts)],
             dict(
-                D=self.columns, C=self.head_dim, FEATURES=self.features + words, SLOTS=ring.slots, GROUPS=ring.groups,
+                C=self.head_dim, FEATURES=self.features + words, SLOTS=ring.slots, GROUPS=ring.groups,
                 TURNS=ring.turns, RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
@@ -228,7 +242,7 @@ class _Call:
             updated = self.launcher.launch(
                 merge.kernel, (blocks - whole) * (rows // MERGED_ROWS), (parts, *got),
                 (whole, share, n_tiles, heads, length), (),
-                dict(merge.constants, D=self.columns, C=self.head_dim, ROWS=rows, BM=MERGED_ROWS), WARPS, 1,
+                dict(merge.constants, D=triton.next_power_of_2(self.width), C=self.head_dim, ROWS=rows, BM=MERGED_ROWS), WARPS, 1,
                 updates=[1 + i for i in places],
             )  # fmt: skip
             for i, a in zip(places, updated, strict=True):
@@ -250,10 +264,9 @@ def _forward(call: _Call, tx: Operands, saved=None):
     x, dual, linear = call.x, any(t is not None for t in tx[:3]), saved is not None
     ring = call.ring(FORWARD_DUAL[call.width] if dual else FORWARD[call.width])
     y, nothing = (call.output, call.statistic), (None, None)
-    rows = [
-        Rows(a if t is None else t, n, call.columns)
-        for a, t, n in zip((*x[:3], *x[:3]), (*x[:3], *tx[:3]), (GROUP, ring.tile, ring.tile) * 2, strict=True)
-    ]
+    n = (GROUP, ring.tile, ring.tile)
+    tangents = [a if t is None else t for a, t in zip(x[:3], tx[:3], strict=True)]
+    rows = call.rows(*zip(x[:3], n, strict=True), *zip(tangents, n, strict=True))
     has_o = not linear or tx.query is not None or tx.key is not None
     return call.run(
         forward_kernels.forward, ring, False, rows, (saved,), (*(nothing if linear else y), *(y if dual else nothing)),
@@ -279,11 +292,9 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         ring = call.ring(ring, not row)
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
-        place = lambda array, n, stand_in=None: Rows(stand_in if array is None else array, n, call.columns)
-        descriptors = (
-            place(a, GROUP), place(c, GROUP), place(b, ring.tile), place(e, ring.tile),
-            place(ta, GROUP, a), place(tc, GROUP, c), place(tb, ring.tile, b), place(te, ring.tile, e),
-        )  # fmt: skip
+        arrays = ((a, GROUP), (c, GROUP), (b, ring.tile), (e, ring.tile))
+        tangents = [(p if t is None else t, n) for (p, n), t in zip(arrays, (ta, tc, tb, te), strict=True)]
+        descriptors = call.rows(*arrays, *tangents)
         like = call.output if row else call.key_gradient
         wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(

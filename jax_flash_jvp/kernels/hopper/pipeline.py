@@ -3,7 +3,9 @@
 The producer fills slots by TMA, each with a tile and below it that of its tangent, if there is one, in the order in which the
 consumers read them; barrier `full[slot]` says that all of it has landed, `empty[slot]` that every consumer is done with it.
 Descriptors are four-dimensional, [B, H, L, D], so that strided inputs need no copy; rows past L, and channels that an array has
-fewer of than its tiles, arrive as zeros.
+fewer of than its tiles, arrive as zeros.  Tiles are in as many parts of their columns as products have (`blocks` in
+`products.py`), one or two, each with a descriptor and shared memory of its own: so rows of 72 channels take the room and the
+traffic of 64 + 16, not of 128.
 """
 
 from collections import namedtuple
@@ -56,45 +58,104 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def tiles(desc, N: gl.constexpr, BLOCKS: gl.constexpr = 1):
-    """Shared memory for N tiles, each of so many blocks of a descriptor, one below the other."""
+def described(desc, rest):
+    """The descriptors of an array, one for each part of its columns."""
+    if rest is None:
+        return (desc,)
+    else:
+        return (desc, rest)
+
+
+@gluon.jit
+def part_tiles(desc, N: gl.constexpr, BLOCKS: gl.constexpr):
     return gl.allocate_shared_memory(
         desc.dtype, [N, 1, 1, BLOCKS * desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
     )
 
 
 @gluon.jit
-def matrix(buffer, i, ROWS: gl.constexpr, D: gl.constexpr):
-    """Tile i as a matrix [ROWS, D]."""
-    return buffer.index(i).reshape([ROWS, D])
+def tiles(descs, N: gl.constexpr, BLOCKS: gl.constexpr = 1):
+    """Shared memory for N tiles, each of so many blocks of the descriptors, one below the other."""
+    buffers = (part_tiles(descs[0], N, BLOCKS),)
+    for PART in gl.static_range(1, len(descs)):
+        buffers = buffers + (part_tiles(descs[PART], N, BLOCKS),)
+    return buffers
 
 
 @gluon.jit
-def load_tile(desc, t_desc, i_b, i_h, row, memory, at, T: gl.constexpr, SLOTS: gl.constexpr, TANGENT: gl.constexpr):
+def part_matrix(buffer, i):
+    return buffer.index(i).reshape([buffer.shape[3], buffer.shape[4]])
+
+
+@gluon.jit
+def matrix(buffers, i):
+    """Tile i, of each part a matrix."""
+    parts = (part_matrix(buffers[0], i),)
+    for PART in gl.static_range(1, len(buffers)):
+        parts = parts + (part_matrix(buffers[PART], i),)
+    return parts
+
+
+@gluon.jit
+def rows_from(tile, first: gl.constexpr, ROWS: gl.constexpr):
+    """So many rows of a tile."""
+    parts = (tile[0].slice(first, ROWS, 0),)
+    for PART in gl.static_range(1, len(tile)):
+        parts = parts + (tile[PART].slice(first, ROWS, 0),)
+    return parts
+
+
+@gluon.jit
+def expect(bar, N: gl.constexpr, descs):
+    """N blocks of an array."""
+    if len(descs) == 1:
+        mbarrier.expect(bar, N * descs[0].block_type.nbytes)
+    else:
+        mbarrier.expect(bar, N * (descs[0].block_type.nbytes + descs[1].block_type.nbytes))
+
+
+@gluon.jit
+def load(descs, i_b, i_h, row, bar, buffers, i, first: gl.constexpr, ROWS: gl.constexpr):
+    """A block of an array into tile i, from that row of it on."""
+    async_load(descs[0], [i_b, i_h, row, 0], bar, buffers[0].index(i).slice(first, ROWS, 2))
+    if len(descs) == 2:
+        column: gl.constexpr = descs[0].block_type.shape[3]
+        async_load(descs[1], [i_b, i_h, row, column], bar, buffers[1].index(i).slice(first, ROWS, 2))
+
+
+@gluon.jit
+def load_tile(descs, t_descs, i_b, i_h, row, memory, at, T: gl.constexpr, SLOTS: gl.constexpr, TANGENT: gl.constexpr):
     """T rows of an array, and below them in the same slot, if TANGENT, those of its tangent."""
     bar = memory.full.index(at.slot)
     wait(memory.empty, at)
-    mbarrier.expect(bar, (2 if TANGENT else 1) * desc.block_type.nbytes)
-    slot = memory.ring.index(at.slot)
-    async_load(desc, [i_b, i_h, row, 0], bar, slot.slice(0, T, 2))
+    expect(bar, 2 if TANGENT else 1, descs)
+    load(descs, i_b, i_h, row, bar, memory.ring, at.slot, 0, T)
     if TANGENT:
-        async_load(t_desc, [i_b, i_h, row, 0], bar, slot.slice(T, T, 2))
+        load(t_descs, i_b, i_h, row, bar, memory.ring, at.slot, T, T)
     return advance(at, SLOTS)
 
 
 @gluon.jit
-def load_resident(desc, i_b, i_h, row, bar, buffer, w: gl.constexpr):
+def load_resident(descs, i_b, i_h, row, bar, buffers, w: gl.constexpr):
     """The rows of one consumer warpgroup."""
-    async_load(desc, [i_b, i_h, row + GROUP_ROWS * w, 0], bar, buffer.index(w))
+    load(descs, i_b, i_h, row + GROUP_ROWS * w, bar, buffers, w, 0, GROUP_ROWS)
 
 
 @gluon.jit
-def clean(tile, row, end, ROWS: gl.constexpr, D: gl.constexpr):
+def clean_part(tile, row, end):
+    ROWS: gl.constexpr = tile.shape[0]
+    D: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    o_r = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
+    b_x = tile.load(layout)
+    tile.store(gl.where(o_r < end, b_x, gl.zeros([ROWS, D], tile.dtype, layout)))
+
+
+@gluon.jit
+def clean(tile, row, end):
     """Zeros for the rows of a tile in shared memory past `end`, which may hold anything: 0 · NaN would be NaN.  Every warpgroup
     does so for itself, unsynchronised: all of them write the same."""
-    if row + ROWS > end:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
-        o_r = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
-        b_x = tile.load(layout)
-        tile.store(gl.where(o_r < end, b_x, gl.zeros([ROWS, D], tile.dtype, layout)))
+    if row + tile[0].shape[0] > end:
+        for PART in gl.static_range(len(tile)):
+            clean_part(tile[PART], row, end)
         fence_async_shared()

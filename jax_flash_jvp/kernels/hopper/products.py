@@ -43,13 +43,10 @@ def product_layout(columns):
 
 
 @gluon.jit
-def score_product(a, b, acc, ADD: gl.constexpr, C: gl.constexpr):
-    """a bᵀ, added to acc if ADD, of rows in shared memory; asynchronous.  In parts, so that of the zeros that fill up narrow
-    rows most are left out."""
-    for PART in gl.static_range(parts(C)):
-        a_part = a.slice(before(C, PART), width(C, PART), 1)
-        b_part = b.slice(before(C, PART), width(C, PART), 1)
-        acc = warpgroup_mma(a_part, b_part.permute((1, 0)), acc, use_acc=ADD or PART > 0, is_async=True)
+def score_product(a, b, acc, ADD: gl.constexpr):
+    """a bᵀ, added to acc if ADD, of rows in shared memory, which are in parts; asynchronous."""
+    for PART in gl.static_range(len(a)):
+        acc = warpgroup_mma(a[PART], b[PART].permute((1, 0)), acc, use_acc=ADD or PART > 0, is_async=True)
     return acc
 
 
@@ -63,18 +60,17 @@ def sums(C: gl.constexpr):
 
 
 @gluon.jit
-def sum_product(p, rows, b_x, C: gl.constexpr, PART: gl.constexpr):
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(width(C, PART)), k_width=2)
-    part = rows.slice(before(C, PART), width(C, PART), 1)
-    return warpgroup_mma(gl.convert_layout(p, p_l), part, b_x[PART], is_async=True)
+def sum_product(p, rows, b_x, PART: gl.constexpr):
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(rows[PART].shape[1]), k_width=2)
+    return warpgroup_mma(gl.convert_layout(p, p_l), rows[PART], b_x[PART], is_async=True)
 
 
 @gluon.jit
-def accumulated(p, rows, b_x, C: gl.constexpr):
+def accumulated(p, rows, b_x):
     """The sums + p rows, of an operand p and rows in shared memory; asynchronous, see `settled`."""
-    b_y = (sum_product(p, rows, b_x, C, 0),)
-    for PART in gl.static_range(1, parts(C)):
-        b_y = b_y + (sum_product(p, rows, b_x, C, PART),)
+    b_y = (sum_product(p, rows, b_x, 0),)
+    for PART in gl.static_range(1, len(b_x)):
+        b_y = b_y + (sum_product(p, rows, b_x, PART),)
     return b_y
 
 
