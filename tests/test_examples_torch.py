@@ -20,7 +20,8 @@ from flax import nnx  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-TINY = dict(steps=4, checkpoint_every=2, log_every=2, batch=20, samples=40, width=16, heads=2, depth=1)
+# a batch for 2, 3, 4, 6 or 8 GPUs
+TINY = dict(steps=4, checkpoint_every=2, log_every=2, batch=24, samples=48, width=16, heads=2, depth=1)
 
 
 @pytest.fixture(autouse=True)

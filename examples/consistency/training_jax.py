@@ -1,15 +1,17 @@
-"""The training loop: AdamW, averaged weights, a progress bar, and checkpoints that a run can go on from."""
+"""The training loop: AdamW, averaged weights, a progress bar, checkpoints that a run can go on from, and several GPUs."""
 
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from consistency.config import TrainingConfig
 from consistency.loop import History, training_loop
@@ -83,8 +85,25 @@ def train(
     state: TrainState,
     train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]],
     make_batch: Callable[[int], tuple[Any, ...]],
+    devices: Sequence[jax.Device] | None = None,
 ) -> tuple[TrainState, History, float]:
-    """Trains up to step `config.steps`. Returns the state, what was logged at each step, and steps per second."""
+    """Trains up to step `config.steps`. Returns the state, what was logged at each step, and steps per second.
+
+    The `devices`, if not given all GPUs of this host or its CPU, divide each batch among them and compute what one would:
+    XLA sums their gradients, and the noise is that of the whole batch.
+    """
+    if devices is None:
+        devices = jax.local_devices()
+        devices = devices[:1] if devices[0].platform == "cpu" else devices  # several CPU devices are one CPU
+    if config.batch % len(devices):
+        raise ValueError(
+            f"`batch` must be a multiple of the {len(devices)} devices (CUDA_VISIBLE_DEVICES chooses fewer): "
+            f"got {config.batch}"
+        )
+    if len(devices) > 1:
+        mesh = Mesh(devices, "batch")
+        shards = NamedSharding(mesh, PartitionSpec("batch"))
+        state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))  # before a checkpoint is restored alike
     folder = Path(config.output) / "checkpoints"
     if not config.resume:
         shutil.rmtree(folder, ignore_errors=True)  # a manager would not write steps older than those it finds
@@ -95,14 +114,17 @@ def train(
 
     def take_step(step: int) -> dict[str, jax.Array]:
         nonlocal state
-        state, metrics = train_step(state, *make_batch(step))
+        batch = make_batch(step)
+        if len(devices) > 1:
+            batch = [jax.device_put(part, shards) if np.ndim(part) else part for part in batch]  # scalars go to all
+        state, metrics = train_step(state, *batch)
         return metrics
 
     def save(_: int, history: History) -> None:
         checkpoints.save(state, history)
 
     steps_per_second = training_loop(config, int(state.step), history, take_step, save, fetch=jax.device_get)
-    return state, history, steps_per_second
+    return jax.device_put(state, devices[0]), history, steps_per_second  # one device samples
 
 
 def peak_memory_bytes() -> int | None:
