@@ -13,7 +13,7 @@ class Output(NamedTuple):
 
 class Rows(NamedTuple):
     """An input that a kernel reads through a TMA descriptor: [B, H, L, D] of an array [B, L, H, D], in tiles of so many rows
-    and channels.  Of None nothing, a constant: there is no such descriptor."""
+    and channels.  Where the array is None there is none, and the kernel's parameter is a constant None."""
 
     array: Any
     rows: int
