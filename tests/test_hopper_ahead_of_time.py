@@ -94,7 +94,10 @@ def slow(job, head_dim, kind):
     ("job", "head_dim", "kind"),
     [
         pytest.param(*c, marks=[pytest.mark.slow] * slow(*c))
-        for c in (*itertools.product(JOBS, (32, 64, 72, 96, 128), SPILL), *itertools.product(JOBS, (16, 40), ("whole",)))
+        for c in (
+            *itertools.product(JOBS, (32, 64, 72, 96, 128), SPILL),
+            *itertools.product(JOBS, (16, 40), ("whole",)),
+        )
     ],
 )
 def test_compiles_without_serialised_products(job, head_dim, kind):
