@@ -6,6 +6,7 @@ turns, in another order each round, so that neither drift nor a predecessor's he
     python benchmarks/attention.py                                  # L = 8192, H32 D64 and H24 D128, bf16
     python benchmarks/attention.py --lengths 1024 4096 16384 --causal --output results/causal
     python benchmarks/attention.py --framework torch --jobs "forward + JVP" --head-dims 128 --heads 16 --quick
+    python benchmarks/attention.py --batch 128 --lengths 256 --head-dims 64 72 --heads 16 16       # as image models have it
     python benchmarks/attention.py --lengths 1024 4096 16384 --also results/torch.csv      # both frameworks in one picture
     python benchmarks/attention.py --lengths 64 --head-dims 16 --heads 2 --matmul-size 64 --quick     # on a CPU
 
@@ -51,6 +52,7 @@ class Row(NamedTuple):
     tflops: float
     of_matmul: float
     temporary_mib: float
+    batch: int
 
 
 def run(framework: ModuleType, options: argparse.Namespace) -> tuple[list[Row], bool]:
@@ -58,7 +60,7 @@ def run(framework: ModuleType, options: argparse.Namespace) -> tuple[list[Row], 
     rows, all_right = [], True
     for heads, head_dim in zip(options.heads, options.head_dims, strict=True):
         for length in options.lengths:
-            case = Case(1, length, heads, head_dim, options.causal, options.dtype)
+            case = Case(options.batch, length, heads, head_dim, options.causal, options.dtype)
             arrays = framework.draw(case)
             for job in options.jobs:
                 prepared = {}
@@ -85,7 +87,7 @@ def time_job(framework: ModuleType, job: str, case: Case, prepared: dict[str, Pr
     medians, matmul = in_turns(framework, {who: p.call for who, p in prepared.items()}, options)
     for who, ms in medians.items():
         rate, memory = case.operations(PRODUCTS[job]) / ms * 1e-9, prepared[who].temporary_mib
-        rows.append(Row(job, who, case.length, case.heads, case.head_dim, case.causal, ms, rate, rate / matmul, memory))
+        rows.append(Row(job, who, *case[1:5], ms, rate, rate / matmul, memory, case.batch))
         print(
             f"{job:14s} {who:14s} {case}: {ms:8.3f} ms {rate:6.0f} TFLOP/s = {rate / matmul:.2f} of the product's "
             f"{matmul:.0f}; temporaries {memory:.1f} MiB",
@@ -107,7 +109,7 @@ def read(path: Path) -> list[Row]:
                 job=row["job"],
                 who=row["who"],
                 causal=row["causal"] == "True",
-                **{name: int(row[name]) for name in ("length", "heads", "head_dim")},
+                **{name: int(row[name]) for name in ("length", "heads", "head_dim", "batch")},
                 **{name: float(row[name]) for name in ("milliseconds", "tflops", "of_matmul", "temporary_mib")},
             )
             for row in csv.DictReader(file)
@@ -149,6 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--framework", default="jax", choices=["jax", "torch"])
     parser.add_argument("--jobs", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
     parser.add_argument("--contenders", nargs="+", help="all by default")
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--heads", nargs="+", type=int, help="one number for each head dim")

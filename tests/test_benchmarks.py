@@ -40,7 +40,7 @@ def table(path):
 @pytest.mark.parametrize(("name", "jobs"), [("jax", ["forward + JVP"]), ("torch", list(PRODUCTS))])
 def test_attention(name, jobs, tmp_path, capsys):
     ours, other = COMPARED[name]
-    selected = ["--framework", name, "--jobs", *jobs, "--contenders", ours, other]
+    selected = ["--framework", name, "--jobs", *jobs, "--contenders", ours, other, "--batch", "2"]
     assert benchmark.main([*TINY, *selected, "--causal", "--output", str(tmp_path / "out")]) == 0
     contenders = FRAMEWORKS[name].CONTENDERS
     expected = [(job, who) for job in jobs for who in (ours, other) if job in contenders[who].jobs]
@@ -48,6 +48,7 @@ def test_attention(name, jobs, tmp_path, capsys):
     assert (tmp_path / "out.png").exists()
     rows = benchmark.read(tmp_path / "out.csv")
     assert [(r.job, r.who) for r in rows] == expected
+    assert {r.batch for r in rows} == {2}
     benchmark.plot([*rows, *(r._replace(who="another") for r in rows)], tmp_path / "both.png")
     assert "WRONG" not in capsys.readouterr().out
 
