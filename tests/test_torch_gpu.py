@@ -209,7 +209,7 @@ def test_packed_is_not_copied(kernels_alone, family):
 def test_a_device_that_is_not_the_current_one(kernels_alone):
     x, tangents = (tuple(normal(1, 2, 100, 64, device="cuda:1", seed=10 * j + i) for i in range(3)) for j in range(2))
     weights = tuple(normal(1, 2, 100, 64, device="cuda:1", seed=30 + i) for i in range(2))
-    with torch.cuda.device(0):  # a JAX program on several GPUs leaves another one current
+    with torch.cuda.device(0):  # whatever earlier tests of this process left current
         as_exact_as_naive(x, tangents, weights)
         assert torch.cuda.current_device() == 0
 
