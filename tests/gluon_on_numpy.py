@@ -366,7 +366,7 @@ class Launcher:
 
     def __init__(self, *change, late=False, multiprocessors=2):
         self.modules, self.late, self.multiprocessors = emulated(*change), late, multiprocessors
-        self.launched = set()  # names and features of kernels
+        self.launched = set()  # names and features of kernels, and so many programs
 
     def strides(self, array):
         return tuple(s // array.itemsize for s in array.strides)
@@ -380,7 +380,7 @@ class Launcher:
     def launch(
         self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
     ):
-        self.launched.add((kernel.fn.__name__, constants.get("FEATURES", "")))
+        self.launched.add((kernel.fn.__name__, constants.get("FEATURES", ""), grid))
         results = [np.full(o.shape, -1 if o.dtype == "int32" else np.nan, jnp.dtype(o.dtype)) for o in outputs]
         if not kernel.fn.__module__.startswith(PACKAGE):
             arrays = [np.ascontiguousarray(a) for a in pointers(inputs)]

@@ -163,8 +163,8 @@ def shared_always(monkeypatch):
 def test_blocks_that_programs_share(shape, multiprocessors, late):
     launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors, late=late)
     check(problem(shape[-1], False), *operands(shape), launcher=launcher)
-    assert {"forward", "backward", "merge_forward", "merge_backward"} <= {name for name, _ in launcher.launched}
-    assert all("shared" in words for name, words in launcher.launched if name in ("forward", "backward"))
+    assert {"forward", "backward", "merge_forward", "merge_backward"} <= {name for name, *_ in launcher.launched}
+    assert all("shared" in words for name, words, _ in launcher.launched if name in ("forward", "backward"))
 
 
 @pytest.mark.usefixtures("shared_always")
@@ -185,10 +185,8 @@ def test_parts_that_see_nothing():
 def test_programs_without_a_share_compute_whole_blocks(monkeypatch, broken):
     """Where parts are dear, few programs have any."""
     monkeypatch.setattr(hopper, "PART", 1)
-    old = "gl.minimum(gl.program_id(0) * call.share, total)"
-    launcher = gluon_on_numpy.Launcher(
-        *((old, "gl.program_id(0) * call.share") if broken else ()), multiprocessors=5
-    )  # fmt: skip
+    change = ("gl.minimum(in_wave(call) * call.share, total)", "in_wave(call) * call.share") if broken else ()
+    launcher = gluon_on_numpy.Launcher(*change, multiprocessors=5)
     with pytest.raises(AssertionError) if broken else contextlib.nullcontext():
         check(problem(128, False), *operands((1, 768, 512, 1, 1, 128)), launcher=launcher)
 
@@ -202,9 +200,22 @@ def test_blocks_that_programs_share_without_some_tangents(wrt):
     check(problem(64, False), x, tx, alone, alone, gluon_on_numpy.Launcher(multiprocessors=5))
 
 
+@pytest.mark.parametrize("change", [(), ("rounds * wave // waves", "rounds * wave")], ids=["", "broken"])
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+def test_programs_in_waves(monkeypatch, shared, change):
+    """Where rows are not whole sectors of memory, and two arrays are written."""
+    monkeypatch.setattr(hopper, "ROUNDS", 2)
+    monkeypatch.setattr(hopper, "SHARING", dict.fromkeys(hopper.WIDTHS, -100 if shared else 1000))
+    launcher = gluon_on_numpy.Launcher(*change, multiprocessors=3)
+    with pytest.raises(AssertionError) if change else contextlib.nullcontext():
+        check(problem(72, False), *operands((2, 250, 140, 4, 4, 72)), launcher=launcher)
+        words = " persistent shared" if shared else " persistent"
+        assert {(name, words, n) for name in ("forward", "backward") for n in (3, 6)} <= launcher.launched
+
+
 SHARED_MUTANTS = {
     "a-tile-lost": ("gl.minimum(first + call.share, total)", "gl.minimum(first + call.share, total - 1)"),
-    "part-in-another-place": ("place = gl.program_id(0) + block", "place = gl.program_id(0)"),
+    "part-in-another-place": ("place = in_wave(call) + block", "place = in_wave(call)"),
     "last-part-left-out": ("for p in range(first, last + 1):", "for p in range(first, last):"),
     "weights-ignored": ("b_o = old * b_o + new * b_x", "b_o = b_o + b_x"),
     "sums-not-rescaled": ("b_sum *= gl.exp2((b_m - m_new) * LOG2E)", "pass"),
@@ -328,7 +339,7 @@ def test_tiles_that_a_block_visits(side, padded):
             zip((LQ, LK), ends, strict=True) if by_query else zip((LK, LQ), ends[::-1], strict=True)
         )
         n = -(-resident // ROWS)
-        call = module("work").Call(*map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0)))
+        call = module("work").Call(*map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0, n)))
         nothing, *arrays = (pointer(np.array([end], np.int32)) for end in (0, *ends))
         selection = visibility.Selection(nothing, *arrays, nothing, nothing, nothing)
         given = dict(D=64, GROUPS=2, BN=T, T=T, ROW=by_query, MASKS=True, FEATURES=" ".join(words))

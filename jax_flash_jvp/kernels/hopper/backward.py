@@ -65,7 +65,7 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, end_of_items, item, own_block, part_rows
+from jax_flash_jvp.kernels.hopper.work import Call, item, items, own_block, part_rows
 from jax_flash_jvp.kernels.portable.scores import has
 
 # constants: USE_… of c, w and the tangents follow from which there are and what is wanted
@@ -243,8 +243,8 @@ def produce(arrays, statistics, memory, call, selection, options):
     s_at = Cursor(0, 1)
     a_phase = 1
     if has(FEATURES, "persistent"):
-        end = end_of_items(call, tiles_in_all(call, options), FEATURES)
-        for i in range(gl.program_id(0), end, gl.num_programs(0)):
+        first, end = items(call, tiles_in_all(call, options), FEATURES)
+        for i in range(first, end, call.at_once):
             at, s_at = produce_block(i, at, s_at, a_phase, arrays, statistics, memory, call, selection, options)
             a_phase ^= 1
     else:
@@ -488,8 +488,8 @@ def consume(i_w: gl.constexpr, memory, statistics, results, scale, call, selecti
     tick = 0
     a_phase = 0
     if has(FEATURES, "persistent"):
-        end = end_of_items(call, tiles_in_all(call, options), FEATURES)
-        for i in range(gl.program_id(0), end, gl.num_programs(0)):
+        first, end = items(call, tiles_in_all(call, options), FEATURES)
+        for i in range(first, end, call.at_once):
             at, s_at, tick = consume_block(
                 i, i_w, at, s_at, tick, a_phase, memory, statistics, results, scale, call, selection, options
             )  # fmt: skip
@@ -545,7 +545,7 @@ def program(arrays, statistics, results, scale, call, selection, options):
 def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, LSE2, MU, DELTA, T_DELTA,
-    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share,
+    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
     DA, DC, TDA, TDC, PARTS,
     C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
@@ -569,7 +569,7 @@ def backward(
             described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),
             described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
         ), Statistics(LSE2, MU, DELTA, T_DELTA),
-        Results(DA, DC, TDA, TDC, PARTS), scale, Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share),
+        Results(DA, DC, TDA, TDC, PARTS), scale, Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
             C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, masks(FEATURES, ROW, RAGGED),

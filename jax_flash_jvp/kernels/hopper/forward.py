@@ -65,7 +65,7 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, end_of_items, item, own_block, part_rows, part_statistic
+from jax_flash_jvp.kernels.hopper.work import Call, item, items, own_block, part_rows, part_statistic
 from jax_flash_jvp.kernels.portable.scores import has
 
 Options = namedtuple("Options", "C BN SLOTS GROUPS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")  # constants
@@ -156,8 +156,8 @@ def produce(arrays, memory, call, selection, options):
     at = Cursor(0, 1)
     q_phase = 1
     if has(FEATURES, "persistent"):
-        end = end_of_items(call, tiles_in_all(call, options), FEATURES)
-        for i in range(gl.program_id(0), end, gl.num_programs(0)):
+        first, end = items(call, tiles_in_all(call, options), FEATURES)
+        for i in range(first, end, call.at_once):
             at = produce_block(i, at, q_phase, arrays, memory, call, selection, options)
             q_phase ^= 1
     else:
@@ -472,8 +472,8 @@ def consume(w: gl.constexpr, memory, SAVED, results, scale, call, selection, opt
     tick = 0
     q_phase = 0
     if has(FEATURES, "persistent"):
-        end = end_of_items(call, tiles_in_all(call, options), FEATURES)
-        for i in range(gl.program_id(0), end, gl.num_programs(0)):
+        first, end = items(call, tiles_in_all(call, options), FEATURES)
+        for i in range(first, end, call.at_once):
             at, tick = consume_block(i, w, at, tick, q_phase, memory, SAVED, results, scale, call, selection, options)
             q_phase ^= 1
     else:
@@ -517,7 +517,7 @@ def program(arrays, SAVED, results, scale, call, selection, options):
 def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, q_r, k_r, v_r, tq_r, tk_r, tv_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,
-    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share,
+    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
     O, LSE, TO, MU, PARTS,
     C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     FEATURES: gl.constexpr, RAGGED: gl.constexpr,
@@ -529,7 +529,7 @@ def forward(
             described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),
             described(tv_d, tv_r),
         ), SAVED, Results(O, LSE, TO, MU, PARTS), scale,
-        Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share),
+        Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(C, BN, PAIRS, GROUPS, TURNS, masks(FEATURES, True, RAGGED), FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR),
     )  # fmt: skip

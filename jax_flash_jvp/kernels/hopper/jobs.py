@@ -24,6 +24,9 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
+# In loops shorter than 512, where rows end within a sector of memory and two arrays are written, programs that read the same
+# rows drift apart, and these have left the L2 cache when the last one comes for them.  So there a program has not many blocks.
+DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more tiles than it costs: so many,
 # by width, to launch what puts the parts together, and one for each part of a block.
 SHARING, PART = {32: 3, 64: 3, 96: 6, 128: 6}, 1
@@ -86,7 +89,7 @@ FROM: dict[int, dict[str, float]] = {
     128: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
 }
 FROM_IF_FULL: dict[int, dict[str, float]] = {
-    32: FROM[32],
+    32: dict(forward=128, forward_dual=64, backward=math.inf, backward_dual=64),
     64: dict(forward=1024, forward_dual=64, backward=128, backward_dual=64),
     96: dict(forward=64, forward_dual=64, backward=128, backward_dual=64),
     128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
@@ -201,21 +204,25 @@ class _Call:
         seconds = [Rows(a, n, rest[0]) if rest else Rows(None, 0, 0) for a, n in arrays]
         return [*(Rows(a, n, first) for a, n in arrays), *seconds]
 
-    def schedule(self, kernel, ring: Ring, by_key: bool) -> tuple[int, int, int, str]:
-        """(programs, blocks that one of them each computes, tiles of the others for each, words for the kernel).  Blocks are
-        alike where nothing but the ragged end is masked."""
+    def schedule(self, kernel, ring: Ring, by_key: bool, written: int) -> tuple[int, int, int, int, str]:
+        """(programs, those of them at once, blocks that one of them each computes, tiles of the others for each, words for the
+        kernel).  Blocks are alike where nothing but the ragged end is masked."""
         blocks = self.blocks(ring.groups, by_key)
         at_once = self.launcher.multiprocessors or blocks
+        length = self.tiles(ring, by_key) * ring.tile
+        drifting = written > 1 and self.head_dim % SECTOR and length < DRIFT_BELOW
+        waves = max(1, blocks // at_once // ROUNDS) if drifting else 1
         share = self.rounds(ring, by_key)[1]
         if share:
-            return at_once, blocks // at_once * at_once, share, " persistent shared"
-        if self.alike and blocks > at_once and self.tiles(ring, by_key) * ring.tile <= PERSISTENT[kernel.__name__]:
-            return at_once, blocks, 0, " persistent"
-        return blocks, blocks, 0, ""
+            return waves * at_once, at_once, blocks // at_once * at_once, share, " persistent shared"
+        if self.alike and blocks > at_once and length <= PERSISTENT[kernel.__name__]:
+            return waves * at_once, at_once, blocks, 0, " persistent"
+        return blocks, blocks, blocks, 0, ""
 
     def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, merge: Merge, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
-        programs, whole, share, words = self.schedule(kernel, ring, by_key)
+        written = sum(o is not None and len(o.shape) == 4 for o in outputs)
+        programs, at_once, whole, share, words = self.schedule(kernel, ring, by_key, written)
         blocks, rows, n_tiles = self.blocks(ring.groups, by_key), GROUP * ring.groups, self.tiles(ring, by_key)
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         x, placeholder, tiles, parts = self.x, Output((1,), "float32"), None, None
@@ -228,7 +235,7 @@ class _Call:
         *got, parts = self.launcher.launch(
             kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
-            (float(self.problem.scale), blocks, *self.scalars, whole, share),
+            (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once),
             [placeholder if o is None else o for o in (*outputs, parts)],
             dict(
                 C=self.head_dim, FEATURES=self.features + words, SLOTS=ring.slots, GROUPS=ring.groups,

@@ -12,8 +12,8 @@ from jax_flash_jvp.kernels.portable.scores import has
 TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 
 # the integers of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not
-# shared, tiles of the others for each program
-Call = namedtuple("Call", "n HQ GROUP LQ LK left right n_whole share")
+# shared, tiles of the others for each program, programs at once
+Call = namedtuple("Call", "n HQ GROUP LQ LK left right n_whole share at_once")
 Item = namedtuple("Item", "block first end place")  # the number of a block, its tiles first … end, the place of results
 
 
@@ -34,22 +34,33 @@ def own_block(i, n, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
 
 
 @gluon.jit
+def in_wave(call):
+    """This program's number in its wave: they come in waves, each of a program for every multiprocessor."""
+    return gl.program_id(0) % call.at_once
+
+
+@gluon.jit
 def shared_tiles(call, n_tiles):
     """The first of this program's, of the tiles of all shared blocks, and the end."""
     total = (call.n - call.n_whole) * n_tiles
-    first = gl.minimum(gl.program_id(0) * call.share, total)
+    first = gl.minimum(in_wave(call) * call.share, total)
     return first, gl.minimum(first + call.share, total)
 
 
 @gluon.jit
-def end_of_items(call, n_tiles, FEATURES: gl.constexpr):
-    """A program computes the `item`s program_id, program_id + num_programs … below this, one after the other."""
+def items(call, n_tiles, FEATURES: gl.constexpr):
+    """(first, end): a program computes the `item`s first, first + at_once … below the end, one after the other.  Those of the
+    last wave have what is shared."""
+    wave, waves = gl.program_id(0) // call.at_once, gl.num_programs(0) // call.at_once
+    rounds = gl.cdiv(call.n_whole, call.at_once)
+    first = in_wave(call) + rounds * wave // waves * call.at_once
+    end = gl.minimum(rounds * (wave + 1) // waves * call.at_once, call.n_whole)
     if has(FEATURES, "shared"):
-        first, end = shared_tiles(call, n_tiles)
-        n_parts = (end - 1) // n_tiles - first // n_tiles + 1  # none, if first is the end of all
-        return call.n_whole + gl.program_id(0) + n_parts * gl.num_programs(0)
-    else:
-        return call.n
+        if wave == waves - 1:
+            t_first, t_end = shared_tiles(call, n_tiles)
+            n_parts = (t_end - 1) // n_tiles - t_first // n_tiles + 1  # none, if that is the end of all
+            end += in_wave(call) + n_parts * call.at_once
+    return first, end
 
 
 @gluon.jit
@@ -65,11 +76,11 @@ def item(i, call, n_tiles, FEATURES: gl.constexpr):
         n_whole = call.n_whole
         if i >= n_whole:
             share_first, share_end = shared_tiles(call, n_tiles)
-            block = share_first // n_tiles + (i - n_whole) // gl.num_programs(0)
+            block = share_first // n_tiles + (i - n_whole) // call.at_once
             i = n_whole + block
             first = gl.maximum(share_first - block * n_tiles, 0)
             end = gl.minimum(share_end - block * n_tiles, n_tiles)
-            place = gl.program_id(0) + block
+            place = in_wave(call) + block
     return Item(i, first, end, place)
 
 
