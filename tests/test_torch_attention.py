@@ -1,6 +1,7 @@
 """The PyTorch functions: values, dtypes, layouts, errors, `patch`, and the kernels behind them."""
 
 import contextlib
+import decimal
 import inspect
 import math
 import subprocess
@@ -313,6 +314,9 @@ ERRORS = {
         lambda: sdpa(X.numpy(), X, X, query_seq_lengths=torch.ones(2)),
     ),
     "text": (TypeError, "`scale` must be a number: got '0.5'", lambda: sdpa(X, X, X, scale="0.5")),
+    "complex": (TypeError, "`scale` must be a number: got np.complex64", lambda: sdpa(X, X, X, scale=np.complex64(1j))),
+    "numbers": (TypeError, "`scale` must be a number: got array", lambda: sdpa(X, X, X, scale=np.ones(2))),
+    "no-number": (ValueError, "`scale` must be finite", lambda: sdpa(X, X, X, scale=decimal.Decimal("nan"))),
     "numpy": (TypeError, "`key` must be a tensor: got ndarray", lambda: sdpa(X, X.numpy(), X)),
     "none": (TypeError, "`value` must be a tensor: got NoneType", lambda: sdpa(X, X, None)),
     "list": (TypeError, "`sinks` must be a tensor: got list", lambda: sdpa(X, X, X, sinks=[1.0])),
@@ -1103,6 +1107,34 @@ def test_patch_among_unusual_modules(monkeypatch):
     with torch_bridge.patch():
         assert torch.nn.functional.scaled_dot_product_attention is sdpa
     assert torch.nn.functional.scaled_dot_product_attention is Lazy.real
+
+
+def test_patch_closes_the_fast_path_of_pytorchs_layers():
+    """It has no derivatives."""
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64).eval()
+    x, t_x = normal(2, 5, 8), normal(2, 5, 8, seed=1)
+    attend = lambda x: layer(x, x, x, need_weights=False)[0]
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        expected = jvp(attend, (x,), (t_x,))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+    def patched():
+        with torch_bridge.patch(), torch.no_grad():
+            return jvp(attend, (x,), (t_x,))
+
+    check(patched, lambda: expected, "D")
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_mask_of_a_class_that_overrides_functions():
+    class Mask(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return "its own" if function is sdpa else super().__torch_function__(function, types, args, kwargs or {})
+
+    q = normal(1, 1, 3, 4)
+    assert sdpa(q, q, q, normal(3, 3).as_subclass(Mask)) == "its own"
 
 
 def test_a_mask_that_was_made_in_inference_mode():

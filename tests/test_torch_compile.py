@@ -107,6 +107,10 @@ INSIDE = {
     "jacfwd": (lambda s: jacfwd(of_query(s))(q), "FT"),
     "vmap-of-jvp": (lambda s: vmap(lambda t: jvp(of_query(s), (q,), (t,))[1])(torch.stack([tq, tk])), "FT"),
     "bias": (lambda s: jvp(lambda q, b: s(q, k, v, attn_mask=b), (q, tq[:1, :, :, :1]), (tq, tk[:1, :, :, :1])), "D"),
+    "mask": (
+        lambda s: jvp(lambda q: s(q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.bool).tril()), (q,), (tq,)),
+        "D",
+    ),
     "GQA-causal": (
         lambda s: jvp(lambda k: s(q, k, v[:, :1], is_causal=True, enable_gqa=True), (k[:, :1],), (tk[:, :1],)),
         "D",

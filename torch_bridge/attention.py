@@ -109,9 +109,11 @@ def scaled_dot_product_attention(
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
-    if has_torch_function((query, key, value)):  # subclasses, modes, torch.fx
+    own_mask = None if type(attn_mask) is CausalBias else attn_mask  # that one would call PyTorch's kernels
+    tensors = query, key, value, own_mask
+    if has_torch_function(tensors):  # subclasses, modes, torch.fx
         return handle_torch_function(
-            scaled_dot_product_attention, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal,
+            scaled_dot_product_attention, tensors, query, key, value, attn_mask, dropout_p, is_causal,
             scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment, local_window_size=local_window_size,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
@@ -191,7 +193,7 @@ def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
 class _Patch:
     """What all open `patch`es share."""
 
-    lock, count, original, places = threading.Lock(), 0, None, []
+    lock, count, original, places, fastpath = threading.Lock(), 0, None, [], True
 
 
 @contextlib.contextmanager
@@ -199,10 +201,13 @@ def patch() -> Iterator[None]:
     """While open, this package's function is `scaled_dot_product_attention` in :mod:`torch.nn.functional`, and in every
     loaded module that imported it from there, under whatever name, for all threads; where several overlap, until the last
     is closed.  Not in classes, closures and defaults of arguments that hold it.  Modules that import the function while it
-    is open keep this package's.  Open it before a compiled model is first called."""
+    is open keep this package's.  Open it before a compiled model is first called.  The fast path of PyTorch's own layers
+    (torch.backends.mha), which has no derivatives, is closed meanwhile."""
     with _Patch.lock:
         if not _Patch.count:
             _Patch.original, _Patch.places = torch.nn.functional.scaled_dot_product_attention, []
+            _Patch.fastpath = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
         modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
         # not module.__dict__: some answer for themselves, and load what is asked for
         loaded = [object.__getattribute__(module, "__dict__") for module in modules]
@@ -221,6 +226,7 @@ def patch() -> Iterator[None]:
                     if names.get(name) is scaled_dot_product_attention:  # nobody else's by now
                         names[name] = _Patch.original
                 _Patch.places = []
+                torch.backends.mha.set_fastpath_enabled(_Patch.fastpath)
 
 
 def _alignment_of(name: str, bias: CausalBias, query: Tensor, key: Tensor, alignment: str = "upper_left") -> str:
@@ -277,7 +283,8 @@ def _attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None,
     mask_name="attn_mask",
 ) -> Tensor:  # fmt: skip
-    if DROPS_DERIVATIVES and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+    compiled = torch.compiler.is_compiling()
+    if DROPS_DERIVATIVES and not compiled and torch.is_inference_mode_enabled():
         _check_underived()
     x = query, key, value
     _check_devices(query, zip(("query", "key", "value"), x, strict=True))
@@ -294,8 +301,9 @@ def _attend(
         x = _broadcast(x, enable_gqa)
     rows = x[0].shape[:-1]
     if mask is not None:
-        if mask.dtype == torch.bool and mask.is_inference() and not torch.is_inference_mode_enabled():
-            mask = mask.clone()  # as what is saved for a backward must not be
+        # what is saved for a backward must not be; a compiler refuses to ask
+        if not compiled and mask.dtype == torch.bool and mask.is_inference() and not torch.is_inference_mode_enabled():
+            mask = mask.clone()
         mask = _four_dimensional(mask_name, mask, (*rows, x[1].shape[-2]))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
     _check(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
@@ -312,7 +320,6 @@ def _attend(
             )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     selected, options = _select(selection, options, q, k)
-    compiled = torch.compiler.is_compiling()
     if compiled:
         options = f"{options} {CODE}"
     o, log_sum_exp = ops.forward(q, k, v, mask, selected, bool(is_causal), scale, options, compiled)
@@ -338,10 +345,15 @@ def _check_tensor(name: str, a) -> None:
 def _check_number(name: str, value) -> None:
     if isinstance(value, Tensor):
         raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")
-    if not torch.compiler.is_compiling() and not (hasattr(value, "__float__") or hasattr(value, "__index__")):
-        raise TypeError(f"`{name}` must be a number: got {value!r}")
-    known = type(value) in (int, float) or (not torch.compiler.is_compiling() and isinstance(value, numbers.Real))
-    if known and not abs(value) <= torch.finfo(torch.float32).max:
+    if type(value) not in (int, float):
+        if torch.compiler.is_compiling() or isinstance(value, torch.SymInt | torch.SymFloat):
+            return
+        real = isinstance(value, numbers.Real) or not isinstance(value, numbers.Complex)  # numpy's would lose a part
+        try:
+            value = math.fabs(value if real else None)
+        except TypeError as error:
+            raise TypeError(f"`{name}` must be a number: got {value!r}") from error
+    if not abs(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"`{name}` must be finite in float32: got {value}")
 
 
