@@ -63,13 +63,14 @@ def dot_product_attention(
         it is -1e5 or less, the key is hidden, as by -inf; where no score with it is above -9e4, all keys may be.
       mask: boolean, True where a query attends to a key; broadcast likewise.
       scale: σ, a number; 1 / sqrt(H) by default.  A traced one, differentiable, multiplies `query`, and is rounded with it:
-        in 16 bits derivatives along it err about 1.4 times as much as those of naive attention.
+        in 16 bits derivatives along it err about 1.4 times as much as those of naive attention, and in float16 the product
+        must stay below 65,504.
       is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
       query_seq_lengths: int32 [B], or a number where `query` is [T, N, H]; queries from there on give zeros.
       key_value_seq_lengths: int32, likewise; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
         may hold anything; NaN in keys that are hidden otherwise may reach queries nearby.
-      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right; None for one
-        of the two does not limit it.
+      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right, either of
+        which may be negative; None for one of the two does not limit it.
       implementation: None chooses the kernels on an NVIDIA GPU where they serve the call, and the tiled reference
         elsewhere.  "triton": the kernels up to second order, or an error; "hopper" and "portable" name one family of
         them.  "xla": the tiled reference, pure JAX on any platform.  "interpret": the kernels on numpy, slowly, for

@@ -63,15 +63,15 @@ class Problem:
     implementation: str | None = None  # None: the kernels on a GPU where they serve the call, else the tiled reference
 
     def reach(self, queries: int, keys: int) -> tuple[int | None, int | None]:
-        """(left, right): query i sees keys i - left to i + right; None: no such limit, or none that these lengths reach."""
+        """(left, right): query i sees keys i - left to i + right, either of which may be negative; None: no such limit, or none
+        that these lengths reach."""
         left, right = self.window or (None, None)
         if self.is_causal:
-            right = 0
+            right = 0 if right is None else min(right, 0)
         shift = keys - queries if self.lower_right else 0
-        left, right = left if left is None else left - shift, right if right is None else right + shift
-        return (
-            left if left is None or left < queries - 1 else None,
-            right if right is None or right < keys - 1 else None,
+        return (  # those that hide all keys are no further than that
+            None if left is None or left - shift >= queries - 1 else max(left - shift, -keys),
+            None if right is None or right + shift >= keys - 1 else max(right + shift, -queries),
         )
 
 
@@ -98,8 +98,6 @@ def window_of(size: Any) -> tuple[int | None, int | None] | None:
     pair = size if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2 or not all(n is None or is_integer(n) for n in pair):
         raise TypeError(f"`local_window_size` must be an integer or a pair of integers or None: got {size!r}")
-    if any(n is not None and n < 0 for n in pair):
-        raise ValueError(f"`local_window_size` must not be negative: got {size!r}")
     left, right = (n if n is None else int(n) for n in pair)
     return None if left is right is None else (left, right)
 
@@ -111,9 +109,9 @@ def lower_right_of(alignment: Any) -> bool:
 
 
 def soft_cap_of(value: float | None) -> float | None:
-    if value is not None and not SMALLEST_NORMAL <= value < math.inf:  # a divisor
+    if value is not None and not 1e-30 <= value < math.inf:  # a divisor, in second derivatives of more
         raise ValueError(
-            f"`logits_soft_cap` must be positive and at least 2^-126: got {value}; leave it None for no cap"
+            f"`logits_soft_cap` must be positive and at least 1e-30: got {value}; leave it None for no cap"
         )
     return value if value is None else float(value)
 

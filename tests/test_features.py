@@ -221,6 +221,7 @@ def test_windows_wider_than_integers(implementation, window):
     x = [jnp.asarray(oracle.normal(i, 1, 20, 2, 4), jnp.float32) for i in range(3)]
     attend = functools.partial(dot_product_attention, *x, implementation=implementation)
     np.testing.assert_array_equal(attend(local_window_size=window), attend())
+    assert not attend(local_window_size=(-(2**40), None)).any()
 
 
 SLOW = {  # what others show as well
@@ -233,6 +234,9 @@ SLOW = {  # what others show as well
 EDGES = {  # of tiles of 16, met to one query or key; and arrays longer than what is shared says
     "window-of-a-tile": dict(shape=(1, 48, 48, 1, 1), local_window_size=(None, 14)),
     "window-of-two": dict(shape=(1, 48, 48, 1, 1), local_window_size=(None, 1)),
+    "window-ahead": dict(shape=(1, 48, 48, 1, 1), local_window_size=(-3, 20)),
+    "window-behind": dict(shape=(1, 48, 40, 1, 1), local_window_size=(20, -3), is_causal=True),
+    "window-of-none": dict(shape=(1, 20, 20, 1, 1), local_window_size=(-60, 9)),
     "window-of-all-but-one": dict(shape=(1, 9, 9, 1, 1), local_window_size=(None, 7)),
     "causal-two": dict(shape=(1, 2, 2, 1, 1), is_causal=True),
     "keys-less-one": dict(shape=(1, 48, 48, 1, 1), key_value_seq_lengths=lengths(31)),
@@ -320,7 +324,7 @@ def mixture(seed: int) -> dict:
     if some():
         case.update(mask=rng.random(axes()) < 0.5)
     if some():
-        case.update(local_window_size=tuple(None if some() else int(rng.integers(0, 30)) for _ in range(2)))
+        case.update(local_window_size=tuple(None if some() else int(rng.integers(-9, 30)) for _ in range(2)))
     if some():
         case.update(key_value_seq_lengths=rng.integers(0, S + 1, B, np.int32))
     if some():

@@ -238,6 +238,7 @@ def test_broken_sharing_fails(old, new):
 FEATURES = {
     "window": dict(window=(100, 30)),
     "window-left": dict(window=(20, None)),
+    "window-ahead": dict(window=(-20, 90)),
     "lower-right": dict(is_causal=True, lower_right=True),
     "key-lengths": dict(key_lengths=lengths(200, 0)),
     "query-lengths": dict(query_lengths=lengths(150, 70)),
@@ -259,7 +260,7 @@ LISTED = {  # tiles in which something is seen
     "mask-by-key": dict(mask=patches(2, 2, 1, 300), shape=(2, 70, 300, 4, 2, 64)),
     "mask-lengths": dict(mask=patches(1, 1, 200, 300), query_lengths=lengths(150, 200), key_lengths=lengths(260, 40)),
 }
-SLOW = {"window-left", "lower-right", "key-lengths", "query-lengths"}
+SLOW = {"window-left", "window-ahead", "lower-right", "key-lengths", "query-lengths"}
 
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "late"])

@@ -83,8 +83,8 @@ def scaled_dot_product_attention(
         (arXiv:2305.13245).
       causal_alignment: "upper_left", or "lower_right": then `is_causal` and `local_window_size` count queries from the end,
         i + S - L in place of i, whatever the lengths below.
-      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right; None for one
-        of the two does not limit it.
+      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right, either of
+        which may be negative; None for one of the two does not limit it.
       query_seq_lengths, key_value_seq_lengths: int32 [B], B the product of N…; what lies beyond is padding: such queries
         give zeros, such keys are hidden.
       query_segment_ids, key_value_segment_ids: int32 [B, L] and [B, S]; a query attends to keys of its own segment.
