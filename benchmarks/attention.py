@@ -7,6 +7,7 @@ turns, in another order each round, so that neither drift nor a predecessor's he
     python benchmarks/attention.py --lengths 1024 4096 16384 --causal --output results/causal
     python benchmarks/attention.py --framework torch --jobs "forward + JVP" --head-dims 128 --heads 16 --quick
     python benchmarks/attention.py --batch 128 --lengths 256 --head-dims 64 72 --heads 16 16       # as image models have it
+    python benchmarks/attention.py --framework torch --contenders torch_bridge before --before ../another-checkout
     python benchmarks/attention.py --lengths 1024 4096 16384 --also results/torch.csv      # both frameworks in one picture
     python benchmarks/attention.py --lengths 64 --head-dims 16 --heads 2 --matmul-size 64 --quick     # on a CPU
 
@@ -151,6 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--framework", default="jax", choices=["jax", "torch"])
     parser.add_argument("--jobs", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
     parser.add_argument("--contenders", nargs="+", help="all by default")
+    parser.add_argument("--before", type=Path, help="a checkout of another version to compare with, in PyTorch")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
@@ -172,6 +174,10 @@ def main(arguments: list[str] | None = None) -> int:
     if len(options.heads) != len(options.head_dims):
         parser.error(f"--heads must have one number for each of --head-dims: got {options.heads}, {options.head_dims}")
     framework = importlib.import_module(f"{options.framework}_calls")
+    if options.before:
+        if options.framework != "torch":
+            parser.error("--before must go with --framework torch")
+        framework.CONTENDERS["before"] = framework.of_checkout(options.before)
     options.contenders = options.contenders or list(framework.CONTENDERS)
     for who in options.contenders:
         if who not in framework.CONTENDERS:

@@ -5,7 +5,10 @@ import gc
 import importlib.metadata
 import importlib.util
 import statistics
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +52,19 @@ def naive_attention(q, k, v, causal, first=0, rounds_scores=True):
     if causal:
         s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(first), -torch.inf)
     return s.softmax(-1).to(v.dtype) @ v
+
+
+def of_checkout(path: Path) -> Contender:
+    """Another version of this project, its packages, and so its operators, under other names."""
+    folder, names = Path(tempfile.mkdtemp()), {"jax_flash_jvp": "another_flash_jvp", "torch_bridge": "another_bridge"}
+    for package, name in names.items():
+        for source in (path / package).rglob("*.py"):
+            copy = folder / name / source.relative_to(path / package)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(functools.reduce(lambda text, n: text.replace(n, names[n]), names, source.read_text()))
+    sys.path.append(str(folder))
+    attention = importlib.import_module("another_bridge").scaled_dot_product_attention
+    return Contender(lambda q, k, v, causal: attention(q, k, v, is_causal=causal))
 
 
 OURS, PEER = "torch_bridge", "jvp-flash-attention"

@@ -67,7 +67,17 @@ def test_what_is_wrong_is_not_timed(name, tmp_path, capsys, monkeypatch):
     assert table(output) == []
 
 
-@pytest.mark.parametrize("arguments", [["--heads", "1", "2", "3"], ["--contenders", "nobody"]])
+def test_beside_another_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_calls, "CONTENDERS", {torch_calls.OURS: torch_calls.CONTENDERS[torch_calls.OURS]})
+    checkout, output = str(Path(__file__).parents[1]), tmp_path / "out"
+    selected = ["--framework", "torch", "--jobs", *PRODUCTS, "--before", checkout, "--output", str(output)]
+    assert benchmark.main([*TINY, *selected]) == 0
+    assert table(output) == [(job, who) for job in PRODUCTS for who in (torch_calls.OURS, "before")]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--heads", "1", "2", "3"], ["--contenders", "nobody"], ["--before", "somewhere"]]
+)
 def test_arguments_that_do_not_fit(arguments, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(arguments)
