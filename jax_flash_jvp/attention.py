@@ -50,9 +50,9 @@ def dot_product_attention(
 
     .. math::  O = \mathrm{softmax}(\sigma Q K^T + B) V
 
-    Arguments up to `return_residual`, and results, are those of :func:`jax.nn.dot_product_attention`; the others are what
-    other attention libraries offer.  In shapes, B is the batch size, T the number of queries, S of keys, N the number of
-    query heads, K of key heads, H the channels of a query's head and Hv of a value's.
+    Arguments up to `return_residual`, and results, are those of :func:`jax.nn.dot_product_attention`, but for the names of
+    implementations; the others are what other attention libraries offer.  In shapes, B is the batch size, T the number of
+    queries, S of keys, N the number of query heads, K of key heads, H the channels of a query's head and Hv of a value's.
 
     Args:
       query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64; H at most 256.

@@ -5,11 +5,11 @@ of y and ty.  The derivation stands in kernels/README.md.
 
     kernel             of                         result     linear in    its tangent is         its transpose is
     forward            x                          y          value        forward_dual            backward
-    forward_dual       x, tx                      y, ty      tx           second
+    forward_dual       x, tx                      y, ty      tx           second                 backward
     tangent            x, y, tx                   ty         tx           second                 backward
     second             x, tx, (y, ty), (ẋ, ṫx)    ẏ, ṫy      ẋ, ṫx        (reference)            backward_dual
     backward           x, y, cy                   dx         cy           backward_dual          tangent
-    backward_dual      x, y, cty, (tx, ty, cy)    dtx, dx                 (reference)
+    backward_dual      x, y, cty, (tx, ty, cy)    dtx, dx    (tx, ty, cy) (reference)            tangent, backward_dual
     backward_tangent   x, y, cty, dtx, (…)        dx         (tx, ty, cy) (reference)            tangent, backward_dual
 
 One convention holds throughout: y and ty are functions of x and tx.  A rule takes the tangents of y and ty as hints where

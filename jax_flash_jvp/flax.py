@@ -36,7 +36,7 @@ def attention_fn(
     is_causal: bool = False,
     *,
     scale: float | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """`jax_flash_jvp.dot_product_attention` behind the signature that Flax's attention layers call.

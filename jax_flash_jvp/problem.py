@@ -109,7 +109,7 @@ def lower_right_of(alignment: Any) -> bool:
 
 
 def soft_cap_of(value: float | None) -> float | None:
-    if value is not None and not 1e-30 <= value < math.inf:  # a divisor, in second derivatives of more
+    if value is not None and not 1e-30 <= value < math.inf:  # second derivatives, which divide by it, are to be finite
         raise ValueError(
             f"`logits_soft_cap` must be positive and at least 1e-30: got {value}; leave it None for no cap"
         )

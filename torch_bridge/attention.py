@@ -145,8 +145,8 @@ def scaled_dot_product_attention(
 def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`scaled_dot_product_attention` in the layout, and with the arguments, of Tri Dao's `flash_attn_triton.py`:
     q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous [B, L, Hq, Ev].
-    `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i.  Errors speak of `query`, `key` and
-    `value`."""
+    `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i.  Errors about
+    how they fit speak of `query`, `key` and `value`."""
     if has_torch_function((q, k, v)):
         return handle_torch_function(flash_attn_func, (q, k, v), q, k, v, bias, causal, softmax_scale)
     for name, a in zip("qkv", (q, k, v), strict=True):

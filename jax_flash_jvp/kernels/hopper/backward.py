@@ -9,8 +9,9 @@ A block is 64 resident rows for each of the GROUPS consumer warpgroups, and stre
 and, with w = ṡ − μ,  ṡ = a ḃᵀ + ȧ bᵀ,  ḋs = p∘(c ėᵀ + ċ eᵀ − δ̇) + ds∘w,  ḋa += ḋs b + ds ḃ,  ḋc += p ė + (p∘w) e.
 
 ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side; those of streamed rows come
-through shared memory, by the producer.  A tile of b and of ḃ lie one below the other, so that one product has both a bᵀ and
-a ḃᵀ, with half the reading of a; c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with what is taken off or added.
+through shared memory, by the producer, where tangents are wanted or there are three warpgroups, else from memory.  A tile of b
+and of ḃ lie one below the other, so that one product has both a bᵀ and a ḃᵀ, with half the reading of a; c eᵀ and c ėᵀ
+likewise.  The sums of ṡ and of ḋp begin with what is taken off or added.
 """
 
 from collections import namedtuple
@@ -82,7 +83,7 @@ Results = namedtuple("Results", "DA DC TDA TDC PARTS")
 # an `item`: of the resident rows the number of the block, batch entry and head; of the streamed ones the first head and how
 # many; ends of queries and of keys, bounds of what is streamed
 Block = namedtuple("Block", "work i_block i_b i_a i_stream group query_end key_end bounds")
-STAGES = gl.constexpr(2)  # of statistics in shared memory; four took 4% longer at 64 channels
+STAGES = gl.constexpr(2)  # of statistics in shared memory
 
 
 @gluon.jit

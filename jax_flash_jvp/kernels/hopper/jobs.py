@@ -25,7 +25,7 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
 # In loops shorter than 512, where rows end within a sector of memory and two arrays are written, programs that read the same
-# rows drift apart, and these have left the L2 cache when the last one comes for them.  So there a program has not many blocks.
+# rows drift apart, and these have left the L2 cache when the last one comes for them.  So there it has ROUNDS to twice as many.
 DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more tiles than it costs: so many,
 # by width, to launch what puts the parts together, and one for each part of a block.
@@ -53,7 +53,7 @@ class Merge(NamedTuple):
 
 
 # measured on an H200 at L = 8192, but 96 at 72, mostly on an H100 and at L = 256 too, and the tangents alone at 32; keys are the
-# width and, for the backward, whether tangents of gradients are wanted
+# width and, for the backward, what is wanted
 FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(128, 6, True), 128: Ring(128, 4, True)}
 FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the

@@ -1,9 +1,8 @@
 """Which keys a query sees, which tiles a program visits, and which probabilities dropout keeps.
 
-Query i sees the keys from i − left to i + right (`right` is 0 for causal attention; one that is absent from FEATURES does not
-limit), before the lengths of its batch entry, in its own segment, and where the mask is true.  What depends on positions
-alone bounds the loops (`key_bounds`, `query_bounds`); segments and masks are looked through beforehand (`look_at_tiles`,
-`list_tiles`).
+Query i sees the keys from i − left to i + right (see `Problem.reach`; one that is absent from FEATURES does not limit), before
+the lengths of its batch entry, in its own segment, and where the mask is true.  What depends on positions alone bounds the
+loops (`key_bounds`, `query_bounds`); segments and masks are looked through beforehand (`look_at_tiles`, `list_tiles`).
 """
 
 import triton
