@@ -175,8 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--heads must have one number for each of --head-dims: got {options.heads}, {options.head_dims}")
     framework = importlib.import_module(f"{options.framework}_calls")
     if options.before:
-        if options.framework != "torch":
-            parser.error("--before must go with --framework torch")
+        if options.framework != "torch" or not (options.before / "torch_bridge").is_dir():
+            parser.error(f"--before must be a checkout, and go with --framework torch: got {options.before}")
         framework.CONTENDERS["before"] = framework.of_checkout(options.before)
     options.contenders = options.contenders or list(framework.CONTENDERS)
     for who in options.contenders:

@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -34,7 +35,7 @@ PRODUCTS = dict(
 HEADS = {64: 32, 128: 24}
 
 
-def candidates(job: str, head_dim: int) -> list[Tile]:
+def candidates(job: str, head_dim: int) -> Iterator[Tile]:
     """(block_m, block_n, warps, stages)"""
     small = head_dim <= 96
     spans = {
@@ -194,7 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     plan = [(j, d, t, options.causal) for j in options.jobs for d in options.head_dims for t in candidates(j, d)]
     start = time.time()
-    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=None) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.map(_compile, plan, chunksize=1)
     print(f"# {len(plan)} candidates compiled in {time.time() - start:.0f} s", flush=True)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)

@@ -31,10 +31,10 @@ from consistency.report import report
 from consistency.sampling import generate
 from consistency.training_jax import (
     Parameters,
+    device_facts,
     initial_state,
     make_optimizer,
     make_train_step,
-    peak_memory_bytes,
     train,
 )
 
@@ -149,21 +149,17 @@ def main(config: Config) -> None:
     optimizer = make_optimizer(config)
 
     def make_batch(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        r = np.float32(min(1, step / config.tangent_warmup_steps))
+        r = np.float32(min(1, step / config.tangent_warmup_steps) if config.tangent_warmup_steps else 1)
         return *training_batch(digits, config.batch, config.mosaic, config.seed, step), r
 
     state, history, steps_per_second = train(
         config, initial_state(parameters, optimizer), make_train_step(method.loss, optimizer, config), make_batch
     )
-    facts = {
-        "steps": int(state.step),
-        "steps_per_second": steps_per_second,
-        "peak_device_memory_bytes": peak_memory_bytes(),  # before sampling, which is not what is compared
-        "device": jax.local_devices()[0].device_kind,
-    }
+    facts = device_facts()  # before sampling, which is not what is compared
+    speed = {"steps": int(state.step), "steps_per_second": steps_per_second}
     samples = generate(functools.partial(method.sample, state.average), config)
     curves = {"loss": "squared tangent g per pixel", "tangent_norm": "root mean square of cos t sin t dF/dt"}
-    report(config, "Consistency model", samples, history, curves, **facts)
+    report(config, "Consistency model", samples, history, curves, **speed, **facts)
 
 
 def train_diffusion(config: Config, method: ConsistencyModel, parameters: Parameters, digits: Digits) -> Parameters:

@@ -141,7 +141,7 @@ def main(config: Config) -> None:
             method.load_state_dict(train_diffusion(config, device, digits).state_dict())
 
         def make_batch(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            r = min(1, step / config.tangent_warmup_steps)
+            r = min(1, step / config.tangent_warmup_steps) if config.tangent_warmup_steps else 1
             batch = training_batch(digits, config.batch, config.mosaic, config.seed, step)
             return *batch, np.full(config.batch, r, np.float32)
 

@@ -26,10 +26,10 @@ from consistency.report import report
 from consistency.sampling import generate
 from consistency.training_jax import (
     Parameters,
+    device_facts,
     initial_state,
     make_optimizer,
     make_train_step,
-    peak_memory_bytes,
     train,
 )
 
@@ -145,15 +145,11 @@ def main(config: Config) -> None:
         make_train_step(method.loss, optimizer, config, needs_average=True),
         lambda step: training_batch(digits, config.batch, config.mosaic, config.seed, step),
     )
-    facts = {
-        "steps": int(state.step),
-        "steps_per_second": steps_per_second,
-        "peak_device_memory_bytes": peak_memory_bytes(),  # before sampling, which is not what is compared
-        "device": jax.local_devices()[0].device_kind,
-    }
+    facts = device_facts()  # before sampling, which is not what is compared
+    speed = {"steps": int(state.step), "steps_per_second": steps_per_second}
     samples = generate(functools.partial(method.sample, state.average), config)
     curves = {"terminal_error": "terminal velocity error per pixel", "flow_matching_error": "flow matching error"}
-    report(config, "Terminal velocity matching", samples, history, curves, **facts)
+    report(config, "Terminal velocity matching", samples, history, curves, **speed, **facts)
 
 
 def _expand(time: jax.Array) -> jax.Array:

@@ -128,7 +128,7 @@ def _merge_batch_axes(name: str, array: jax.Array, batch_shape: list[int]) -> ja
     array = array.reshape((1,) * (len(batch_shape) + 3 - array.ndim) + array.shape)
     if math.prod(array.shape[:-3]) != 1:  # one mask for the whole batch stays one: attention broadcasts it unrepeated
         array = jnp.broadcast_to(array, (*batch_shape, *array.shape[-3:]))
-    return array.reshape(-1, *array.shape[-3:])
+    return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
 
 
 def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[None]:

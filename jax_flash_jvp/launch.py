@@ -255,17 +255,15 @@ class Interpreter(_Contiguous):
         self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
     ):
         assert not updates  # of Hopper kernels alone
-        present = [i for i in inputs if i is not None]
-        slots = [0 if i is None else next(n for n, p in enumerate(present) if p is i) for i in inputs]
 
         def host(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
             poison = {"int32": -1}
             results = [np.full(o.shape, poison.get(o.dtype, np.nan), jnp.dtype(o.dtype)) for o in outputs]
-            interpret.launch(kernel, (grid,), *[arrays[s] for s in slots], *scalars, *results, **constants)
+            interpret.launch(kernel, (grid,), *arrays, *scalars, *results, **constants)
             return tuple(results)
 
-        return jax.pure_callback(host, tuple(_shapes(outputs)), *present)
+        return jax.pure_callback(host, tuple(_shapes(outputs)), *pointers(inputs))
 
 
 class JaxTriton(_Contiguous):
@@ -300,7 +298,7 @@ class JaxTriton(_Contiguous):
             options.update(out_shape=_shapes(outputs), enable_fp_fusion=True)
         if not updates:
             return self.jax_triton.triton_call(*arguments, **options, **constants)
-        with warnings.catch_warnings():  # deprecated for references, which a rule of lowering cannot make
+        with _warning, warnings.catch_warnings():  # deprecated for references, which a rule of lowering cannot make
             warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
             return self.jax_triton.triton_call(*arguments, **options, **constants)
 
@@ -321,7 +319,7 @@ def _first_gpu() -> Any:
         return None
 
 
-_importing = threading.Lock()
+_importing, _warning = threading.Lock(), threading.Lock()  # what they guard belongs to the whole process
 
 
 def _import_jax_triton() -> Any:

@@ -86,18 +86,27 @@ def test_command_line_is_the_configuration(consistency):
     config_class, presets = consistency.config.TrainingConfig, {"digits": {}, "mosaic": {"mosaic": 16, "batch": 8}}
     parse = consistency.config.parse_config
     assert parse(config_class, presets, []) == config_class()
-    config = parse(config_class, presets, ["--size", "mosaic", "--batch", "4", "--learning-rate", "2e-3", "--resume"])
+    config = parse(config_class, presets, ["--size", "mosaic", "--batch", "4", "--learning-rate=-2e-5", "--resume"])
     assert config == dataclasses.replace(
-        config_class(), size="mosaic", mosaic=16, batch=4, learning_rate=2e-3, resume=True
+        config_class(), size="mosaic", mosaic=16, batch=4, learning_rate=-2e-5, resume=True
     )
     assert parse(config_class, presets, consistency.config.to_arguments(config)) == config
+
+
+def test_without_warmup_the_first_step_learns(consistency):
+    from consistency.training_jax import make_optimizer
+
+    optimizer = make_optimizer(consistency.config.TrainingConfig(warmup_steps=0, learning_rate=0.1))
+    weights = np.ones(3, np.float32)
+    updates, _ = optimizer.update(weights, optimizer.init(weights), weights)
+    np.testing.assert_allclose(updates, -0.1, rtol=1e-5)
 
 
 def test_comparison_survives_a_run_that_fails(consistency, tmp_path, monkeypatch, capsys):
     script = tmp_path / "script.py"
     script.write_text(
         "import json, pathlib, sys\n"
-        "options = dict(zip(sys.argv[1:], sys.argv[2:]))\n"
+        "options = dict(argument.split('=', 1) for argument in sys.argv[1:] if '=' in argument)\n"
         "if options['--attention'] == 'naive':\n"
         "    sys.exit('RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte')\n"
         "output = pathlib.Path(options['--output'])\n"

@@ -48,8 +48,8 @@ SCRIPTS = {
     "meanflow_torch": {},
     "meanflow_torch-naive": dict(attention="naive"),
     "meanflow_torch-bfloat16": dict(dtype="bfloat16"),
-    "scm_torch": dict(diffusion_steps=2),
-    "scm_jax": dict(diffusion_steps=2),
+    "scm_torch": dict(diffusion_steps=2, warmup_steps=0, tangent_warmup_steps=0),
+    "scm_jax": dict(diffusion_steps=2, warmup_steps=0, tangent_warmup_steps=0),
 }
 
 

@@ -95,6 +95,11 @@ def test_causal_mask_of_flax():
     assert_as_exact_as_flax("linen", "float32", (3,), mask=flax.linen.make_causal_mask(jnp.ones((3, LENGTH))))
 
 
+def test_no_batch_and_no_keys():
+    query, key = jnp.zeros((0, 4, HEADS, 8)), jnp.zeros((0, 0, HEADS, 8))
+    assert attention_fn(query, key, key, mask=jnp.ones((0, 1, 4, 0), bool)).shape == query.shape
+
+
 def test_is_causal():
     assert_as_exact_as_flax("nnx", "float32", (3,), is_causal=True)
 

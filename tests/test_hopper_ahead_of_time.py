@@ -162,6 +162,16 @@ def test_hopper_on_another_gpu():
         every.forward(recorder, Problem(scale=0.1, implementation="hopper"), Operands(o, o, o))
 
 
+def test_hopper_without_a_cotangent_of_the_output():
+    recorder = Recorder(90)
+    o, statistic = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
+    arguments = Operands(o, o, o), (o, statistic), (None, statistic), QUERY
+    every.backward(recorder, Problem(scale=0.1), *arguments)
+    assert "portable" in recorder.launches[-1][0].fn.__module__
+    with pytest.raises(ValueError, match="'hopper' does not serve a cotangent of the log-sum-exp alone"):
+        every.backward(recorder, Problem(scale=0.1, implementation="hopper"), *arguments)
+
+
 @pytest.mark.parametrize("scale", [-1.0, 1e-39])
 def test_scales_for_the_portable_kernels(scale):
     recorder = Recorder(90)

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import types
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -316,6 +317,7 @@ ERRORS = {
     "text": (TypeError, "`scale` must be a number: got '0.5'", lambda: sdpa(X, X, X, scale="0.5")),
     "complex": (TypeError, "`scale` must be a number: got np.complex64", lambda: sdpa(X, X, X, scale=np.complex64(1j))),
     "numbers": (TypeError, "`scale` must be a number: got array", lambda: sdpa(X, X, X, scale=np.ones(2))),
+    "huge-fraction": (ValueError, "`scale` must be finite", lambda: sdpa(X, X, X, scale=Fraction(10**400))),
     "no-number": (ValueError, "`scale` must be finite", lambda: sdpa(X, X, X, scale=decimal.Decimal("nan"))),
     "numpy": (TypeError, "`key` must be a tensor: got ndarray", lambda: sdpa(X, X.numpy(), X)),
     "none": (TypeError, "`value` must be a tensor: got NoneType", lambda: sdpa(X, X, None)),
@@ -1131,10 +1133,13 @@ def test_a_mask_of_a_class_that_overrides_functions():
     class Mask(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
-            return "its own" if function is sdpa else super().__torch_function__(function, types, args, kwargs or {})
+            return "its own" if function in ours else super().__torch_function__(function, types, args, kwargs or {})
 
-    q = normal(1, 1, 3, 4)
-    assert sdpa(q, q, q, normal(3, 3).as_subclass(Mask)) == "its own"
+    ours = sdpa, torch_bridge.flash_attn_func, flash_attn_qkvpacked_func, flash_attn_kvpacked_func
+    q, mask = normal(1, 3, 2, 4), normal(3, 3).as_subclass(Mask)
+    packed = torch.stack([q, q, q], 2)
+    calls = zip(ours, ((q, q, q), (q, q, q), (packed,), (q, packed[:, :, 1:])), strict=True)
+    assert [function(*arrays, mask) for function, arrays in calls] == ["its own"] * 4
 
 
 def test_a_mask_that_was_made_in_inference_mode():

@@ -109,8 +109,7 @@ def scaled_dot_product_attention(
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
-    own_mask = None if type(attn_mask) is CausalBias else attn_mask  # that one would call PyTorch's kernels
-    tensors = query, key, value, own_mask
+    tensors = _overriding(query, key, value, attn_mask)
     if has_torch_function(tensors):  # subclasses, modes, torch.fx
         return handle_torch_function(
             scaled_dot_product_attention, tensors, query, key, value, attn_mask, dropout_p, is_causal,
@@ -147,8 +146,9 @@ def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: flo
     q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous [B, L, Hq, Ev].
     `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i.  Errors about
     how they fit speak of `query`, `key` and `value`."""
-    if has_torch_function((q, k, v)):
-        return handle_torch_function(flash_attn_func, (q, k, v), q, k, v, bias, causal, softmax_scale)
+    tensors = _overriding(q, k, v, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(flash_attn_func, tensors, q, k, v, bias, causal, softmax_scale)
     for name, a in zip("qkv", (q, k, v), strict=True):
         _check_tensor(name, a)
         if a.dim() != 4:
@@ -169,16 +169,23 @@ def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: flo
 
 def flash_attn_qkvpacked_func(qkv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`flash_attn_func` of qkv [B, L, 3, H, E], which is not copied."""
-    if has_torch_function((qkv,)):
-        return handle_torch_function(flash_attn_qkvpacked_func, (qkv,), qkv, bias, causal, softmax_scale)
+    tensors = _overriding(qkv, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(flash_attn_qkvpacked_func, tensors, qkv, bias, causal, softmax_scale)
     return flash_attn_func(*_unpacked("qkv", qkv, 3), bias, causal, softmax_scale)
 
 
 def flash_attn_kvpacked_func(q, kv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E], which is not copied."""
-    if has_torch_function((q, kv)):
-        return handle_torch_function(flash_attn_kvpacked_func, (q, kv), q, kv, bias, causal, softmax_scale)
+    tensors = _overriding(q, kv, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(flash_attn_kvpacked_func, tensors, q, kv, bias, causal, softmax_scale)
     return flash_attn_func(q, *_unpacked("kv", kv, 2), bias, causal, softmax_scale)
+
+
+def _overriding(*tensors) -> tuple:
+    """Those whose classes may override a function: not a CausalBias, which would call PyTorch's kernels."""
+    return tuple(a for a in tensors if type(a) is not CausalBias)
 
 
 def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -353,6 +360,8 @@ def _check_number(name: str, value) -> None:
             value = math.fabs(value if real else None)
         except TypeError as error:
             raise TypeError(f"`{name}` must be a number: got {value!r}") from error
+        except OverflowError:
+            value = math.inf
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"`{name}` must be finite in float32: got {value}")
 

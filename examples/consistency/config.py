@@ -69,5 +69,5 @@ def to_arguments(config: TrainingConfig) -> list[str]:
         if isinstance(value, bool):
             arguments += [f"--{name}" if value else f"--no-{name}"]
         else:
-            arguments += [f"--{name}", str(value)]
+            arguments += [f"--{name}={value}"]  # which may be negative
     return arguments

@@ -28,7 +28,11 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    schedule = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+    schedule = (
+        optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+        if config.warmup_steps
+        else config.learning_rate
+    )
     return optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay)
 
 
@@ -127,7 +131,8 @@ def train(
     return jax.device_put(state, devices[0]), history, steps_per_second  # one device samples
 
 
-def peak_memory_bytes() -> int | None:
-    """The most memory that this process has held on the device so far, where the device reports it."""
-    statistics_of_device = jax.local_devices()[0].memory_stats()
-    return None if statistics_of_device is None else statistics_of_device.get("peak_bytes_in_use")
+def device_facts() -> dict[str, Any]:
+    """The device and the most memory that this process has held on it so far, where the device reports it."""
+    device = jax.local_devices()[0]
+    memory = device.memory_stats() or {}
+    return {"device": device.device_kind, "peak_device_memory_bytes": memory.get("peak_bytes_in_use")}

@@ -14,12 +14,12 @@ from jax_flash_jvp.problem import Operands, Problem
 logger = logging.getLogger(__name__)
 
 
-def _family(job: str, launcher: Launcher, problem: Problem, x: Operands) -> ModuleType:
+def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bool = True) -> ModuleType:
     if problem.implementation == "portable" or (launcher.target != 90 and problem.implementation != "hopper"):
         return portable
     from jax_flash_jvp.kernels.hopper import jobs as hopper  # needs Gluon, which other GPUs do without
 
-    reason = hopper.unserved(launcher, problem, x)
+    reason = hopper.unserved(launcher, problem, x) if d_o else "a cotangent of the log-sum-exp alone"
     if problem.implementation == "hopper":
         if reason is None:
             return hopper
@@ -45,11 +45,11 @@ def tangent(launcher, problem, x, log_sum_exp, tx):
 
 def backward(launcher, problem, x, y, cy, want):
     """The wanted gradients of (q, k, v, bias), for y = (o, ℓ) and its cotangents cy, either of which may be None."""
-    family = portable if cy[0] is None else _family("backward", launcher, problem, x)
+    family = _family("backward", launcher, problem, x, cy[0] is not None)
     return family.backward(launcher, problem, x, y, cy, want)
 
 
 def backward_dual(launcher, problem, x, y, cy, tangents, want, want_tangent):
     """(the wanted gradients, the wanted tangents of the gradients) along tangents = (tx, ty, tcy)."""
-    family = portable if cy[0] is None else _family("backward_dual", launcher, problem, x)
+    family = _family("backward_dual", launcher, problem, x, cy[0] is not None)
     return family.backward_dual(launcher, problem, x, y, cy, tangents, want, want_tangent)

@@ -57,10 +57,10 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     Selection,
     hide,
     key_bounds,
+    lengths,
     looked_up,
     masks,
     range_of,
-    reach,
     selected,
     tile_at,
     visits_of,
@@ -127,7 +127,7 @@ def own(i, call, selection, options):
     i_b = i_ba // HA
     i_a = i_ba % HA
     a_row = i_block * ROWS
-    query_end, key_end = reach(i_b, call, selection, FEATURES)
+    query_end, key_end = lengths(i_b, call, selection, FEATURES)
     if ROW:
         group = 1
         i_stream = i_a // GROUP

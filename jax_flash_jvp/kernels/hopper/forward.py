@@ -55,10 +55,10 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     Selection,
     hide,
     key_bounds,
+    lengths,
     looked_up,
     masks,
     range_of,
-    reach,
     selected,
     tile_at,
     until,
@@ -98,7 +98,7 @@ def own(i, call, selection, options):
     ROWS: gl.constexpr = options.GROUPS * GROUP_ROWS
     i_b, i_h, i_m, work = queries_of(i, call, options)
     q_row = i_m * ROWS
-    query_end, key_end = reach(i_b, call, selection, FEATURES)
+    query_end, key_end = lengths(i_b, call, selection, FEATURES)
     start, first, whole, stop = key_bounds(q_row, ROWS, key_end, call, FEATURES)
     if has(FEATURES, "query_lengths"):
         if q_row >= query_end:

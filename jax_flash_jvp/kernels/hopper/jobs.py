@@ -8,7 +8,7 @@ import triton
 from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper import merge as merge_kernels
-from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, blocks
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, column_widths
 from jax_flash_jvp.kernels.hopper.work import part_size
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
@@ -200,7 +200,7 @@ class _Call:
 
     def rows(self, *arrays: tuple[Any, int]) -> list[Rows]:
         """The descriptors of arrays in tiles of so many rows: of the first part of their channels, then of the second."""
-        first, *rest = blocks(self.head_dim)
+        first, *rest = column_widths(self.head_dim)
         seconds = [Rows(a, n, rest[0]) if rest else Rows(None, 0, 0) for a, n in arrays]
         return [*(Rows(a, n, first) for a, n in arrays), *seconds]
 

@@ -16,24 +16,24 @@ GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup
 
 
 @triton.constexpr_function
-def blocks(channels):
+def column_widths(channels):
     """As `widths`, but one where that has 32 and 16, whose sums leave no registers for long tiles in newer Tritons."""
     return (64,) if 32 < channels <= 48 else widths(channels)
 
 
 @triton.constexpr_function
 def width(channels, part):
-    return blocks(channels)[part]
+    return column_widths(channels)[part]
 
 
 @triton.constexpr_function
 def before(channels, part):
-    return sum(blocks(channels)[:part])
+    return sum(column_widths(channels)[:part])
 
 
 @triton.constexpr_function
 def parts(channels):
-    return len(blocks(channels))
+    return len(column_widths(channels))
 
 
 @triton.constexpr_function

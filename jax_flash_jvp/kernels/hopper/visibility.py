@@ -22,12 +22,12 @@ Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end sta
 @triton.constexpr_function
 def masks(features, row, ragged):
     """Are there tiles that not everybody sees whole?"""
-    lengths = "key_lengths" if row else "query_lengths"
-    return (row and ragged) or bool({"left", "right", "tiles", lengths} & {*features.split()})
+    ends = "key_lengths" if row else "query_lengths"
+    return (row and ragged) or bool({"left", "right", "tiles", ends} & {*features.split()})
 
 
 @gluon.jit
-def reach(i_b, call, selection, FEATURES: gl.constexpr):
+def lengths(i_b, call, selection, FEATURES: gl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
     LQ, LK = call.LQ, call.LK
     if has(FEATURES, "query_lengths"):
@@ -116,7 +116,7 @@ def selected(selection, i_b, i_h, call, query_end, key_end, FEATURES: gl.constex
     if has(FEATURES, "mask:columns"):
         size *= LK // 16 * 16 if has(FEATURES, "mask:aligned") else LK  # a divisor that the compiler sees
     mask = share(selection.MASK, i_b, i_h, call, size, FEATURES, "mask")
-    q_segments, k_segments = selection.Q_SEGMENTS + i_b * LQ, selection.K_SEGMENTS + i_b * LK
+    q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
     return Sight(query_end, key_end, call.left, call.right, LQ, LK, q_segments, k_segments, mask)
 
 
