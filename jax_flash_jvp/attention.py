@@ -120,6 +120,13 @@ def dot_product_attention(
                 f"of a symbolic shape (jax.export) only the batch may be a symbol: got {name} of shape {given[name].shape}; "
                 "export the function once for each length"
             )
+    heads = {1, given["query"].shape[-2], given["key"].shape[-2]}
+    for name in ("bias", "mask"):
+        if given[name] is not None and given[name].ndim == 3 and given[name].shape[0] not in heads:
+            raise ValueError(
+                f"`{name}` of three axes must be [heads, query length, key length]: got {given[name].shape}; one for each "
+                f"batch entry is `{name}[:, None]`"
+            )
     for name in arrays:
         if given[name] is not None:
             given[name] = _four_dimensional(name, given[name])

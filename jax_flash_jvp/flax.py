@@ -38,6 +38,7 @@ def attention_fn(
     scale: float | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: str | None = None,
+    force_fp32_for_softmax: bool = True,
 ) -> jax.Array:
     """`jax_flash_jvp.dot_product_attention` behind the signature that Flax's attention layers call.
 
@@ -55,6 +56,7 @@ def attention_fn(
         promote_dtype: nnx's way of casting, called as `promote_dtype((query, key, value), dtype=dtype)`.
         is_causal: whether a query sees only keys at its own position and before.
         scale, local_window_size, implementation: passed on to `dot_product_attention`.
+        force_fp32_for_softmax: as linen's; softmax is in float32 at least, whatever it says.
 
     Returns:
         `[batch..., query_length, heads, head_dim]`.

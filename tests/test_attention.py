@@ -234,6 +234,7 @@ ERRORS = {
     "mask-float": (changed(mask=(T, S)), TypeError, "pass an additive mask as `bias`"),
     "bias-shape": (changed(bias=(B, N, S, T)), ValueError, "= (2, 4, 5, 7), or have the 2 heads of `key`: got (2, 4, 7, 5)"),
     "bias-rank": (changed(bias=(1, B, N, T, S)), ValueError, "`bias` must have at most four dimensions"),
+    "mask-batch": (changed(mask=jnp.ones((3, T, S), bool)), ValueError, "entry is `mask[:, None]`"),
     "mask-group": (changed(mask=jnp.ones((B, 3, T, S), bool)), ValueError, "`mask` must broadcast to (batch,"),
     "lengths-shape": (
         changed(query_seq_lengths=jnp.ones(3, jnp.int32)), ValueError, "`query_seq_lengths` must have shape (2,), one"

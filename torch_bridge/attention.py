@@ -208,8 +208,9 @@ def patch() -> Iterator[None]:
     """While open, this package's function is `scaled_dot_product_attention` in :mod:`torch.nn.functional`, and in every
     loaded module that imported it from there, under whatever name, for all threads; where several overlap, until the last
     is closed.  Not in classes, closures and defaults of arguments that hold it.  Modules that import the function while it
-    is open keep this package's.  Open it before a compiled model is first called.  The fast path of PyTorch's own layers
-    (torch.backends.mha), which has no derivatives, is closed meanwhile."""
+    is open keep this package's.  Open it before a compiled model is first called, and keep it open over the backward of a
+    checkpointed one, which calls the model again.  The fast path of PyTorch's own layers (torch.backends.mha), which has no
+    derivatives, is closed meanwhile."""
     with _Patch.lock:
         if not _Patch.count:
             _Patch.original, _Patch.places = torch.nn.functional.scaled_dot_product_attention, []
