@@ -89,7 +89,7 @@ FROM: dict[int, dict[str, float]] = {
     128: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
 }
 FROM_IF_FULL: dict[int, dict[str, float]] = {
-    32: dict(forward=128, forward_dual=64, backward=math.inf, backward_dual=64),
+    32: dict(forward=2048, forward_dual=64, backward=math.inf, backward_dual=128),
     64: dict(forward=1024, forward_dual=64, backward=128, backward_dual=64),
     96: dict(forward=64, forward_dual=64, backward=128, backward_dual=64),
     128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
