@@ -1,9 +1,11 @@
 """Attention and its derivatives in PyTorch, arrays [B, H, L, D]."""
 
+import atexit
 import functools
 import gc
 import importlib.metadata
 import importlib.util
+import shutil
 import statistics
 import sys
 import tempfile
@@ -62,6 +64,7 @@ def of_checkout(path: Path) -> Contender:
             copy = folder / name / source.relative_to(path / package)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(functools.reduce(lambda text, n: text.replace(n, names[n]), names, source.read_text()))
+    atexit.register(shutil.rmtree, folder)  # not before: modules are loaded from it when they are first needed
     sys.path.append(str(folder))
     attention = importlib.import_module("another_bridge").scaled_dot_product_attention
     return Contender(lambda q, k, v, causal: attention(q, k, v, is_causal=causal))

@@ -206,7 +206,7 @@ def number(name: str, value: Any, default: float) -> float:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"`{name}` must be a number known when the call is traced; make it a static argument")
     try:
-        if isinstance(value, str | bytes):  # which float reads
+        if isinstance(value, str | bytes) or np.iscomplexobj(value):  # which float reads, numpy's complex in part
             raise TypeError
         value = float(value)
     except OverflowError:

@@ -26,9 +26,10 @@ from jax_flash_jvp.kernel_primitive import leaves_like
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows, pointers
 from jax_flash_jvp.partition import on_shards
-from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, SMALLEST_NORMAL, Operands, unserved
+from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, Operands, unserved
 
 logger = logging.getLogger(__name__)
+SMALLEST_NORMAL = 2.0**-126  # of float32
 
 
 # ------------------------------------------------------------------------------------------------ by the reference

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 MAX_HEAD_DIM = 256
 # A bias that is not above it hides: beside such scores, float32 does not hold the logarithm of a sum.  -1e5 in bfloat16.
 HIDES = -99840.0
-SMALLEST_NORMAL = 2.0**-126  # of float32
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_IMPLEMENTATIONS = ("triton", "hopper", "portable")  # any kernels, or those of one family
@@ -69,7 +68,7 @@ class Problem:
         if self.is_causal:
             right = 0 if right is None else min(right, 0)
         shift = keys - queries if self.lower_right else 0
-        return (  # those that hide all keys are no further than that
+        return (  # where all keys are hidden, no further than that takes
             None if left is None or left - shift >= queries - 1 else max(left - shift, -keys),
             None if right is None or right + shift >= keys - 1 else max(right + shift, -queries),
         )

@@ -246,6 +246,7 @@ ERRORS = {
     "scale-nan": (changed(scale=float("nan")), ValueError, "`scale` must be finite in float32: got nan"),
     "scale-huge": (changed(scale=10**400), ValueError, "`scale` must be finite in float32: got inf"),
     "scale-digits": (changed(scale="0.5"), TypeError, "`scale` must be a number: got str"),
+    "scale-complex": (changed(scale=np.complex64(1j)), TypeError, "`scale` must be a number: got complex64"),
     "scale-array": (changed(scale=np.ones(2)), TypeError, "`scale` must be a number: got ndarray"),
     "causal": (changed(is_causal="yes"), TypeError, "`is_causal` must be True or False: got str"),
     "window-three": (changed(local_window_size=(1, 2, 3)), TypeError, "or a pair of integers or None: got (1, 2, 3)"),

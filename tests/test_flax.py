@@ -100,7 +100,7 @@ def test_no_batch_and_no_keys():
     assert attention_fn(query, key, key, mask=jnp.ones((0, 1, 4, 0), bool)).shape == query.shape
 
 
-def test_softmax_is_in_float32():
+def test_softmax_is_in_float32_whatever_linen_asks():
     x = jnp.asarray(random(0, (3, LENGTH, HEADS, 8)), jnp.bfloat16)
     np.testing.assert_array_equal(attention_fn(x, x, x, force_fp32_for_softmax=True), attention_fn(x, x, x))
 

@@ -109,7 +109,7 @@ def scaled_dot_product_attention(
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
-    tensors = _overriding(query, key, value, attn_mask)
+    tensors = query, key, value, _overriding(attn_mask)
     if has_torch_function(tensors):  # subclasses, modes, torch.fx
         return handle_torch_function(
             scaled_dot_product_attention, tensors, query, key, value, attn_mask, dropout_p, is_causal,
@@ -144,9 +144,9 @@ def scaled_dot_product_attention(
 def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`scaled_dot_product_attention` in the layout, and with the arguments, of Tri Dao's `flash_attn_triton.py`:
     q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous [B, L, Hq, Ev].
-    `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i.  Errors about
-    how they fit speak of `query`, `key` and `value`."""
-    tensors = _overriding(q, k, v, bias)
+    `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i.  Errors about how
+    they fit speak of `query`, `key` and `value`."""
+    tensors = q, k, v, _overriding(bias)
     if has_torch_function(tensors):
         return handle_torch_function(flash_attn_func, tensors, q, k, v, bias, causal, softmax_scale)
     for name, a in zip("qkv", (q, k, v), strict=True):
@@ -169,7 +169,7 @@ def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: flo
 
 def flash_attn_qkvpacked_func(qkv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`flash_attn_func` of qkv [B, L, 3, H, E], which is not copied."""
-    tensors = _overriding(qkv, bias)
+    tensors = qkv, _overriding(bias)
     if has_torch_function(tensors):
         return handle_torch_function(flash_attn_qkvpacked_func, tensors, qkv, bias, causal, softmax_scale)
     return flash_attn_func(*_unpacked("qkv", qkv, 3), bias, causal, softmax_scale)
@@ -177,15 +177,15 @@ def flash_attn_qkvpacked_func(qkv, bias=None, causal: bool = False, softmax_scal
 
 def flash_attn_kvpacked_func(q, kv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
     """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E], which is not copied."""
-    tensors = _overriding(q, kv, bias)
+    tensors = q, kv, _overriding(bias)
     if has_torch_function(tensors):
         return handle_torch_function(flash_attn_kvpacked_func, tensors, q, kv, bias, causal, softmax_scale)
     return flash_attn_func(q, *_unpacked("kv", kv, 2), bias, causal, softmax_scale)
 
 
-def _overriding(*tensors) -> tuple:
-    """Those whose classes may override a function: not a CausalBias, which would call PyTorch's kernels."""
-    return tuple(a for a in tensors if type(a) is not CausalBias)
+def _overriding(mask):
+    """A mask whose class may override a function: not a CausalBias, which would call PyTorch's kernels."""
+    return None if type(mask) is CausalBias else mask
 
 
 def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:

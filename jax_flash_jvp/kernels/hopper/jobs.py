@@ -24,8 +24,8 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
-# In loops shorter than 512, where rows end within a sector of memory and two arrays are written, programs that read the same
-# rows drift apart, and these have left the L2 cache when the last one comes for them.  So there it has ROUNDS to twice as many.
+# In shorter loops, where rows end within a sector of memory and two arrays are written, programs that read the same rows drift
+# apart, and these have left the L2 cache when the last one comes for them.  There a program has ROUNDS blocks to twice as many.
 DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more tiles than it costs: so many,
 # by width, to launch what puts the parts together, and one for each part of a block.
