@@ -17,6 +17,7 @@ NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in
 SPILL = {
     "whole": 500,
     "persistent": 500,
+    "ahead": 500,
     "shared": 500,
     "causal-ragged": 420,
     "window-lengths": 640,
@@ -34,13 +35,17 @@ SPILL_MORE = {
 
 
 def last_launch(job, head_dim, kind, merge=False):
-    recorder, length, batch = Recorder(90), {"causal-ragged": 1023, "shared": 8192}.get(kind, 1024), 4
+    recorder, length, batch = (
+        Recorder(90),
+        {"causal-ragged": 1023, "persistent": 2048, "ahead": 512, "shared": 8192}.get(kind, 1024),
+        4,
+    )
     # of which all programs have as many blocks, or not
-    recorder.multiprocessors = {"whole": None, "persistent": 16, "shared": 100}.get(kind, 132)
+    recorder.multiprocessors = {"whole": None, "persistent": 16, "ahead": 16, "shared": 100}.get(kind, 132)
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")
     o, statistic = array(8), shape(batch, 8, length, dtype="float32")
-    x = Operands(o, array(2), array(2))
+    x = Operands(o, array(4), array(4))
     problem = Problem(scale=0.125, is_causal=kind == "causal-ragged", implementation="hopper")
     if kind == "window-lengths":
         problem = dataclasses.replace(problem, window=(100, 10))
@@ -88,7 +93,8 @@ def slow(job, head_dim, kind):
     if kind == "whole":
         return head_dim in (72, 96) or (head_dim < 64 and job not in ("forward_dual", "tangent"))
     return (job, head_dim, kind) not in {
-        ("forward_dual", 128, "persistent"), ("key_side", 128, "mask"), ("forward_dual", 72, "shared")
+        ("forward_dual", 128, "persistent"), ("query_side", 64, "ahead"), ("key_side", 128, "mask"),
+        ("forward_dual", 72, "shared"),
     }  # fmt: skip
 
 
@@ -106,8 +112,8 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     if job == "value_side_dual" and head_dim <= 64:
         pytest.skip("one launch serves both sums there")
     kernel, signature, constants, options = last_launch(job, head_dim, kind)
-    words = {*constants["FEATURES"].split()} & {"persistent", "shared"}
-    assert words == {"persistent": {"persistent"}, "shared": {"persistent", "shared"}}.get(kind, set())
+    words = {*constants["FEATURES"].split()} & {"persistent", "ahead", "shared"}
+    assert words == ({"persistent", kind} if kind in ("persistent", "ahead", "shared") else set())
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert resources.warnings == ()
     assert resources.fits(90)
@@ -115,7 +121,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     assert resources.spill_stores <= SPILL_MORE.get((job, head_dim, kind), SPILL[kind])
     vector = "v2" if head_dim == 16 else "v4"
     assert f"st.global.{vector}.b32" in resources.ptx  # results, sixteen bytes a thread, of rows of 32 bytes eight
-    if kind in ("whole", "persistent"):  # others clean tiles in shared memory
+    if kind in ("whole", "persistent", "ahead"):  # others clean tiles in shared memory
         assert "st.shared.v4" not in resources.ptx
 
 

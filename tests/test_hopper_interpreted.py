@@ -209,8 +209,8 @@ def test_programs_in_waves(monkeypatch, shared, change):
     launcher = gluon_on_numpy.Launcher(*change, multiprocessors=3)
     with pytest.raises(AssertionError) if change else contextlib.nullcontext():
         check(problem(72, False), *operands((2, 250, 140, 4, 4, 72)), launcher=launcher)
-        words = " persistent shared" if shared else " persistent"
-        assert {(name, words, n) for name in ("forward", "backward") for n in (3, 6)} <= launcher.launched
+        launches = ((" persistent" + " shared" * shared, 3), (" persistent ahead" + " shared" * shared, 6))
+        assert {(name, *launch) for name in ("forward", "backward") for launch in launches} <= launcher.launched
 
 
 SHARED_MUTANTS = {
@@ -410,9 +410,9 @@ MUTANTS = {  # and whether it takes late copies to notice
     "keys-not-given-back": ("give_back(empty, k_at)", "pass", False),
     "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
     "values-not-waited-for": ("wait(full, v_at)", "pass", True),
-    "resident-not-waited-for": ("mbarrier.wait(memory.a_full.index(i_w), a_phase)", "pass", True),
-    "resident-overwritten": ("mbarrier.wait(memory.a_empty.index(w), phase)", "pass", False),
-    "queries-overwritten": ("mbarrier.wait(memory.q_empty.index(w), phase)", "pass", False),
+    "resident-not-waited-for": ("mbarrier.wait(memory.a_full.index(own_rows), a_at.phase)", "pass", True),
+    "resident-overwritten": ("mbarrier.wait(memory.a_empty.index(i), a_at.phase)", "pass", False),
+    "queries-overwritten": ("mbarrier.wait(memory.q_empty.index(i), q_at.phase)", "pass", False),
     "queries-given-back-early": ("pred=tick == last_tick", "pred=tick != last_tick", False),
     "out-of-turn": (
         "mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)",
@@ -438,17 +438,29 @@ MUTANTS = {  # and whether it takes late copies to notice
 }
 
 
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def several_blocks(request, monkeypatch):
+    """Checks several blocks; and where the next one's resident rows are loaded ahead, short ones too, as the ring, if it is full,
+    holds that up."""
+    monkeypatch.setattr(hopper, "AHEAD", 1024 if request.param else 0)
+
+    def check_them(launcher):
+        for shape in [(1, 400, 700, 1, 1, 64), (4, 100, 100, 1, 1, 64)][: 1 + request.param]:
+            check(problem(64, False), *operands(shape), launcher=launcher)
+
+    return check_them
+
+
 @pytest.mark.parametrize(("old", "new", "late"), MUTANTS.values(), ids=MUTANTS)
-def test_broken_kernels_fail(old, new, late):
+def test_broken_kernels_fail(several_blocks, old, new, late):
     launcher = gluon_on_numpy.Launcher(old, new, late=late, multiprocessors=1)
     with pytest.raises(AssertionError):
-        check(problem(64, False), *operands((1, 400, 700, 1, 1, 64)), launcher=launcher)
+        several_blocks(launcher)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
-def test_whole_kernels_pass(late):
-    launcher = gluon_on_numpy.Launcher(late=late, multiprocessors=1)
-    check(problem(64, False), *operands((1, 400, 700, 1, 1, 64)), launcher=launcher)
+def test_whole_kernels_pass(several_blocks, late):
+    several_blocks(gluon_on_numpy.Launcher(late=late, multiprocessors=1))
 
 
 def growing(dtype):

@@ -33,6 +33,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_resident,
     load_tile,
     matrix,
+    resident_buffers,
     rows_from,
     tiles,
     wait,
@@ -72,7 +73,7 @@ from jax_flash_jvp.kernels.portable.scores import has
 # constants: USE_… of c, w and the tangents follow from which there are and what is wanted
 Options = namedtuple(
     "Options",
-    "C T SLOTS GROUPS ROW THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB USE_TC USE_TE "
+    "C T SLOTS GROUPS BUFFERS ROW THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB USE_TC USE_TE "
     "WANT_A WANT_C WANT_TA WANT_TC",
 )
 Arrays = namedtuple("Arrays", "a c b e ta tc tb te")  # descriptors, of the parts of each
@@ -123,7 +124,7 @@ def own(i, call, selection, options):
     HQ, GROUP, LQ, LK, left, right = call.HQ, call.GROUP, call.LQ, call.LK, call.left, call.right
     HA = HQ if ROW else HQ // GROUP
     work = item(i, call, tiles_in_all(call, options), FEATURES)
-    i_block, i_ba = own_block(work.block, call.n, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
+    i_block, i_ba = own_block(work.block, call, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
     i_b = i_ba // HA
     i_a = i_ba % HA
     a_row = i_block * ROWS
@@ -169,22 +170,23 @@ def visits_of_head(i_g, block, call, selection, options):
 
 
 @gluon.jit
-def load_all_resident(arrays, i_b, i_a, row, memory, phase, options):
+def load_all_resident(arrays, i_b, i_a, row, memory, a_at, options):
     USE_C: gl.constexpr = options.USE_C
     USE_TA: gl.constexpr = options.USE_TA
     USE_TC: gl.constexpr = options.USE_TC
     COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
     for w in gl.static_range(options.GROUPS):
-        bar = memory.a_full.index(w)
-        mbarrier.wait(memory.a_empty.index(w), phase)
+        i = a_at.slot * options.GROUPS + w
+        bar = memory.a_full.index(i)
+        mbarrier.wait(memory.a_empty.index(i), a_at.phase)
         expect(bar, COUNT, arrays.a)
-        load_resident(arrays.a, i_b, i_a, row, bar, memory.a, w)
+        load_resident(arrays.a, i_b, i_a, row, bar, memory.a, i, w)
         if USE_C:
-            load_resident(arrays.c, i_b, i_a, row, bar, memory.c, w)
+            load_resident(arrays.c, i_b, i_a, row, bar, memory.c, i, w)
         if USE_TA:
-            load_resident(arrays.ta, i_b, i_a, row, bar, memory.ta, w)
+            load_resident(arrays.ta, i_b, i_a, row, bar, memory.ta, i, w)
         if USE_TC:
-            load_resident(arrays.tc, i_b, i_a, row, bar, memory.tc, w)
+            load_resident(arrays.tc, i_b, i_a, row, bar, memory.tc, i, w)
 
 
 @gluon.jit
@@ -203,7 +205,7 @@ def stage_statistics(statistics, x, m_x, memory, s_at, options):
 
 
 @gluon.jit
-def produce_block(i, at, s_at, a_phase, arrays, statistics, memory, call, selection, options):
+def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options):
     T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
     FEATURES: gl.constexpr = options.FEATURES
@@ -211,9 +213,9 @@ def produce_block(i, at, s_at, a_phase, arrays, statistics, memory, call, select
     block = own(i, call, selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_row = block.i_block * (options.GROUPS * GROUP_ROWS)
-    AFTER: gl.constexpr = has(FEATURES, "persistent")  # as in forward.py
+    AFTER: gl.constexpr = has(FEATURES, "persistent") and options.BUFFERS == 1  # as in forward.py
     if not AFTER:
-        load_all_resident(arrays, i_b, i_a, a_row, memory, a_phase, options)
+        load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     first = 1
     for MASKED in gl.static_range(2):
         if not MASKED or options.MASKS:
@@ -232,7 +234,7 @@ def produce_block(i, at, s_at, a_phase, arrays, statistics, memory, call, select
                     at = load_tile(arrays.e, arrays.te, i_b, i_h, row, memory, at, T, SLOTS, options.USE_TE)
                     if AFTER:
                         if first == 1:
-                            load_all_resident(arrays, i_b, i_a, a_row, memory, a_phase, options)
+                            load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
                         first = 0
     return at, s_at
 
@@ -242,19 +244,19 @@ def produce(arrays, statistics, memory, call, selection, options):
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 1)
     s_at = Cursor(0, 1)
-    a_phase = 1
+    a_at = Cursor(0, 1)
     if has(FEATURES, "persistent"):
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
-            at, s_at = produce_block(i, at, s_at, a_phase, arrays, statistics, memory, call, selection, options)
-            a_phase ^= 1
+            at, s_at = produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options)
+            a_at = advance(a_at, options.BUFFERS)
     else:
-        produce_block(gl.program_id(0), at, s_at, a_phase, arrays, statistics, memory, call, selection, options)
+        produce_block(gl.program_id(0), at, s_at, a_at, arrays, statistics, memory, call, selection, options)
 
 
 @gluon.jit
 def consume_block(
-    i, i_w: gl.constexpr, b_at, s_at, tick, a_phase, memory, statistics, results, scale, call, selection, options
+    i, i_w: gl.constexpr, b_at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options
 ):  # fmt: skip
     C: gl.constexpr = options.C
     T: gl.constexpr = options.T
@@ -312,7 +314,8 @@ def consume_block(
     per_scale = 1 / scale
     end_a = query_end if ROW else key_end
     end_b = key_end if ROW else query_end
-    mbarrier.wait(memory.a_full.index(i_w), a_phase)
+    own_rows = a_at.slot * GROUPS + i_w
+    mbarrier.wait(memory.a_full.index(own_rows), a_at.phase)
     for MASKED in gl.static_range(2):
         if not MASKED or options.MASKS:
             for i_g in range(block.group):
@@ -324,7 +327,7 @@ def consume_block(
                 for t in range(t_first, t_end):
                     j = tile_at(t, visits, MASKED, FEATURES)
                     # an index that the compiler cannot fold: else it keeps every resident descriptor in registers
-                    z = i_w + (tick >> 30)
+                    z = own_rows + (tick >> 30)
                     a = matrix(memory.a, z)
                     e_at = advance(b_at, SLOTS)
                     bb = matrix(memory.ring, b_at.slot)
@@ -440,7 +443,7 @@ def consume_block(
                     give_back(empty, e_at)
                     b_at = advance(e_at, SLOTS)
                     tick += 1
-    mbarrier.arrive(memory.a_empty.index(i_w), count=1)
+    mbarrier.arrive(memory.a_empty.index(own_rows), count=1)
 
     again = i if C <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
     block = own(again, call, selection, options)
@@ -487,17 +490,17 @@ def consume(i_w: gl.constexpr, memory, statistics, results, scale, call, selecti
     at = Cursor(0, 0)
     s_at = Cursor(0, 0)
     tick = 0
-    a_phase = 0
+    a_at = Cursor(0, 0)
     if has(FEATURES, "persistent"):
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
             at, s_at, tick = consume_block(
-                i, i_w, at, s_at, tick, a_phase, memory, statistics, results, scale, call, selection, options
+                i, i_w, at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options
             )  # fmt: skip
-            a_phase ^= 1
+            a_at = advance(a_at, options.BUFFERS)
     else:
         i = gl.program_id(0)
-        consume_block(i, i_w, at, s_at, tick, a_phase, memory, statistics, results, scale, call, selection, options)
+        consume_block(i, i_w, at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options)
 
 
 @gluon.jit
@@ -505,13 +508,14 @@ def program(arrays, statistics, results, scale, call, selection, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
-    a_s = tiles(arrays.a, GROUPS)
-    c_s = tiles(arrays.c, GROUPS) if options.USE_C else a_s
-    ta_s = tiles(arrays.ta, GROUPS) if options.USE_TA else a_s
-    tc_s = tiles(arrays.tc, GROUPS) if options.USE_TC else a_s
+    RESIDENT: gl.constexpr = GROUPS * options.BUFFERS
+    a_s = tiles(arrays.a, RESIDENT)
+    c_s = tiles(arrays.c, RESIDENT) if options.USE_C else a_s
+    ta_s = tiles(arrays.ta, RESIDENT) if options.USE_TA else a_s
+    tc_s = tiles(arrays.tc, RESIDENT) if options.USE_TC else a_s
     ring = tiles(arrays.b, options.SLOTS, 2 if options.USE_TB or options.USE_TE else 1)
-    a_full = barriers(GROUPS, 1)
-    a_empty = barriers(GROUPS, 1)
+    a_full = barriers(RESIDENT, 1)
+    a_empty = barriers(RESIDENT, 1)
     full = barriers(options.SLOTS, 1)
     empty = barriers(options.SLOTS, GROUPS)
     # none that is not used: its memory would be given to others
@@ -563,6 +567,8 @@ def backward(
         WANT_TA or WANT_TC or GROUPS == 3
     )  # else the few that are needed come straight from memory, if there are registers for them
     PAIRS: gl.constexpr = SLOTS // (2 if USE_TB or USE_TE else 1)
+    RESIDENT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
+    BUFFERS: gl.constexpr = resident_buffers(RESIDENT * GROUPS * GROUP_ROWS, SLOTS * T, C, FEATURES)
     if not ROW and not RAGGED:
         LQ = LQ // T * T  # as in portable/backward.py
     program(
@@ -573,7 +579,7 @@ def backward(
         Results(DA, DC, TDA, TDC, PARTS), scale, Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
-            C, T, PAIRS, GROUPS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, masks(FEATURES, ROW, RAGGED),
+            C, T, PAIRS, GROUPS, BUFFERS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, masks(FEATURES, ROW, RAGGED),
             USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
         ),
     )  # fmt: skip

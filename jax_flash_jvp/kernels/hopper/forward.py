@@ -25,6 +25,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     load_resident,
     load_tile,
     matrix,
+    resident_buffers,
     rows_from,
     tiles,
     wait,
@@ -68,7 +69,9 @@ from jax_flash_jvp.kernels.hopper.visibility import (
 from jax_flash_jvp.kernels.hopper.work import Call, item, items, own_block, part_rows, part_statistic
 from jax_flash_jvp.kernels.portable.scores import has
 
-Options = namedtuple("Options", "C BN SLOTS GROUPS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")  # constants
+Options = namedtuple(
+    "Options", "C BN SLOTS GROUPS BUFFERS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR"
+)  # constants
 Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors, of the parts of each
 Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn")  # shared: resident rows, the ring, barriers
 Results = namedtuple("Results", "O LSE TO MU PARTS")
@@ -87,7 +90,7 @@ def queries_of(i, call, options):
     """(batch entry, query head, number of the block of queries, its `item`)."""
     work = item(i, call, tiles_in_all(call, options), options.FEATURES)
     n_m = gl.cdiv(call.LQ, options.GROUPS * GROUP_ROWS)
-    i_m, i_bh = own_block(work.block, call.n, n_m, True, options.FEATURES)
+    i_m, i_bh = own_block(work.block, call, n_m, True, options.FEATURES)
     return i_bh // call.HQ, i_bh % call.HQ, i_m, work
 
 
@@ -113,28 +116,29 @@ def own(i, call, selection, options):
 
 
 @gluon.jit
-def load_queries(arrays, i_b, i_h, row, memory, phase, options):
+def load_queries(arrays, i_b, i_h, row, memory, q_at, options):
     HAS_TQ: gl.constexpr = options.HAS_TQ
     for w in gl.static_range(options.GROUPS):
-        bar = memory.q_full.index(w)
-        mbarrier.wait(memory.q_empty.index(w), phase)
+        i = q_at.slot * options.GROUPS + w
+        bar = memory.q_full.index(i)
+        mbarrier.wait(memory.q_empty.index(i), q_at.phase)
         expect(bar, 2 if HAS_TQ else 1, arrays.q)
-        load_resident(arrays.q, i_b, i_h, row, bar, memory.q, w)
+        load_resident(arrays.q, i_b, i_h, row, bar, memory.q, i, w)
         if HAS_TQ:
-            load_resident(arrays.tq, i_b, i_h, row, bar, memory.tq, w)
+            load_resident(arrays.tq, i_b, i_h, row, bar, memory.tq, i, w)
 
 
 @gluon.jit
-def produce_block(i, at, q_phase, arrays, memory, call, selection, options):
+def produce_block(i, at, q_at, arrays, memory, call, selection, options):
     BN: gl.constexpr = options.BN
     SLOTS: gl.constexpr = options.SLOTS
     FEATURES: gl.constexpr = options.FEATURES
     i_b, i_h, q_row, _, visits = own(i, call, selection, options)
     i_k = i_h // call.GROUP
-    # one block after the other: behind the first tiles, for which there is room while queries are still needed
-    AFTER: gl.constexpr = has(FEATURES, "persistent")
+    # one block after the other: behind the first tiles, where there is room for these alone while queries are still needed
+    AFTER: gl.constexpr = has(FEATURES, "persistent") and options.BUFFERS == 1
     if not AFTER:
-        load_queries(arrays, i_b, i_h, q_row, memory, q_phase, options)
+        load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
     first = 1
     for MASKED in gl.static_range(2):
         if not MASKED or options.MASKS:
@@ -145,7 +149,7 @@ def produce_block(i, at, q_phase, arrays, memory, call, selection, options):
                 at = load_tile(arrays.v, arrays.tv, i_b, i_k, row, memory, at, BN, SLOTS, options.HAS_TV)
                 if AFTER:
                     if first == 1:
-                        load_queries(arrays, i_b, i_h, q_row, memory, q_phase, options)
+                        load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
                     first = 0
     return at
 
@@ -154,14 +158,14 @@ def produce_block(i, at, q_phase, arrays, memory, call, selection, options):
 def produce(arrays, memory, call, selection, options):
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 1)
-    q_phase = 1
+    q_at = Cursor(0, 1)
     if has(FEATURES, "persistent"):
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
-            at = produce_block(i, at, q_phase, arrays, memory, call, selection, options)
-            q_phase ^= 1
+            at = produce_block(i, at, q_at, arrays, memory, call, selection, options)
+            q_at = advance(q_at, options.BUFFERS)
     else:
-        produce_block(gl.program_id(0), at, q_phase, arrays, memory, call, selection, options)
+        produce_block(gl.program_id(0), at, q_at, arrays, memory, call, selection, options)
 
 
 @triton.constexpr_function
@@ -222,7 +226,7 @@ def softmax(b_s, b_m, b_l, scale, SLACK: gl.constexpr):
 
 
 @gluon.jit
-def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, scale, call, options):
+def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAVED, results, scale, call, options):
     """If LINEAR, the tangent alone: P comes from the saved ℓ, so nothing is rescaled."""
     C: gl.constexpr = options.C
     BN: gl.constexpr = options.BN
@@ -262,14 +266,14 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
             for t in range(t_first, t_end):
                 j = tile_at(t, visits, MASKED, FEATURES)
                 # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
-                q = matrix(memory.q, w + (tick >> 30))
+                q = matrix(memory.q, own_queries + (tick >> 30))
                 v_at = advance(k_at, SLOTS)
                 kk = matrix(memory.ring, k_at.slot)
                 vv = matrix(memory.ring, v_at.slot)
                 v, tv = rows_from(vv, 0, BN), rows_from(vv, BN, BN) if HAS_TV else vv
 
                 wait(full, k_at)
-                tq = matrix(memory.tq, w + (tick >> 30))
+                tq = matrix(memory.tq, own_queries + (tick >> 30))
                 later = tick > first_tick
                 b_s, b_ts = scores(q, tq, kk, next_turn, later, tick, scale, row, j * BN, sight, MASKED, options)
                 if LINEAR:
@@ -288,7 +292,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
                         b_ts = until(b_ts, sight.key_end - j * BN, BN, s_l)
                 give_back(empty, k_at)
                 if has(FEATURES, "persistent"):
-                    mbarrier.arrive(memory.q_empty.index(w), count=1, pred=tick == last_tick)
+                    mbarrier.arrive(memory.q_empty.index(own_queries), count=1, pred=tick == last_tick)
                 # as `recentered` in `portable/scores.py`, by differences alone: 16 bits show no more; what is added, as the
                 # compiler would negate all of o to subtract
                 if HAS_TS:
@@ -359,7 +363,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, block, memory, SAVED, results, 
 
 
 @gluon.jit
-def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale, call, options):
+def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, results, scale, call, options):
     C: gl.constexpr = options.C
     BN: gl.constexpr = options.BN
     SLOTS: gl.constexpr = options.SLOTS
@@ -372,7 +376,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale,
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    q = matrix(memory.q, w)
+    q = matrix(memory.q, own_queries)
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
@@ -428,7 +432,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale,
             b_o, p = settled(b_o, p)
             give_back(empty, v_at)
             k_at = advance(v_at, SLOTS)
-    mbarrier.arrive(memory.q_empty.index(w), count=1)
+    mbarrier.arrive(memory.q_empty.index(own_queries), count=1)
     again = i if C <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
     i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * GROUPS + w) * GROUP_ROWS
@@ -454,14 +458,15 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, block, memory, results, scale,
 
 
 @gluon.jit
-def consume_block(i, w: gl.constexpr, at, tick, q_phase, memory, SAVED, results, scale, call, selection, options):
+def consume_block(i, w: gl.constexpr, at, tick, q_at, memory, SAVED, results, scale, call, selection, options):
     i_b, i_h, q_row, sight, visits = own(i, call, selection, options)
     block = Block(i_b, i_h, q_row + GROUP_ROWS * w, sight, visits)
-    mbarrier.wait(memory.q_full.index(w), q_phase)
+    own_queries = q_at.slot * options.GROUPS + w
+    mbarrier.wait(memory.q_full.index(own_queries), q_at.phase)
     if options.HAS_TQ or options.HAS_TK or options.HAS_TV:
-        at, tick = consume_dual(i, w, at, tick, block, memory, SAVED, results, scale, call, options)
+        at, tick = consume_dual(i, w, at, tick, own_queries, block, memory, SAVED, results, scale, call, options)
     else:
-        at, tick = consume_plain(i, w, at, tick, block, memory, results, scale, call, options)
+        at, tick = consume_plain(i, w, at, tick, own_queries, block, memory, results, scale, call, options)
     return at, tick
 
 
@@ -470,15 +475,15 @@ def consume(w: gl.constexpr, memory, SAVED, results, scale, call, selection, opt
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 0)
     tick = 0
-    q_phase = 0
+    q_at = Cursor(0, 0)
     if has(FEATURES, "persistent"):
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
-            at, tick = consume_block(i, w, at, tick, q_phase, memory, SAVED, results, scale, call, selection, options)
-            q_phase ^= 1
+            at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, call, selection, options)
+            q_at = advance(q_at, options.BUFFERS)
     else:
         i = gl.program_id(0)
-        consume_block(i, w, at, tick, q_phase, memory, SAVED, results, scale, call, selection, options)
+        consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, call, selection, options)
 
 
 @gluon.jit
@@ -486,11 +491,12 @@ def program(arrays, SAVED, results, scale, call, selection, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
-    q_s = tiles(arrays.q, GROUPS)
-    tq_s = tiles(arrays.q, GROUPS) if options.HAS_TQ else q_s
+    RESIDENT: gl.constexpr = GROUPS * options.BUFFERS
+    q_s = tiles(arrays.q, RESIDENT)
+    tq_s = tiles(arrays.q, RESIDENT) if options.HAS_TQ else q_s
     ring = tiles(arrays.k, options.SLOTS, 2 if options.HAS_TK or options.HAS_TV else 1)
-    q_full = barriers(GROUPS, 1)
-    q_empty = barriers(GROUPS, 1)
+    q_full = barriers(RESIDENT, 1)
+    q_empty = barriers(RESIDENT, 1)
     full = barriers(options.SLOTS, 1)
     empty = barriers(options.SLOTS, GROUPS)
     turn = barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
@@ -524,6 +530,7 @@ def forward(
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     PAIRS: gl.constexpr = SLOTS // (2 if HAS_TK or HAS_TV else 1)
+    BUFFERS: gl.constexpr = resident_buffers((2 if HAS_TQ else 1) * GROUPS * GROUP_ROWS, SLOTS * BN, C, FEATURES)
     program(
         Arrays(
             described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),
@@ -531,5 +538,5 @@ def forward(
         ), SAVED, Results(O, LSE, TO, MU, PARTS), scale,
         Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
-        Options(C, BN, PAIRS, GROUPS, TURNS, masks(FEATURES, True, RAGGED), FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR),
+        Options(C, BN, PAIRS, GROUPS, BUFFERS, TURNS, masks(FEATURES, True, RAGGED), FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR),
     )  # fmt: skip

@@ -24,8 +24,10 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
-# In shorter loops, where rows end within a sector of memory and two arrays are written, programs that read the same rows drift
-# apart, and these have left the L2 cache when the last one comes for them.  There a program has ROUNDS blocks to twice as many.
+AHEAD = 1024  # up to which it has loaded the next block's resident rows as well, if there is room
+# In shorter loops, where rows end within a sector of memory, programs that read the same rows drift apart, and these have left
+# the L2 cache when the last one comes for them: where two arrays are written, so that a program has ROUNDS blocks to twice as
+# many, or where resident rows are loaded ahead.
 DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more tiles than it costs: so many,
 # by width, to launch what puts the parts together, and one for each part of a block.
@@ -210,16 +212,19 @@ class _Call:
         blocks = self.blocks(ring.groups, by_key)
         at_once = self.launcher.multiprocessors or blocks
         length = self.tiles(ring, by_key) * ring.tile
-        drifting = written > 1 and self.head_dim % SECTOR and length < DRIFT_BELOW
-        waves = max(1, blocks // at_once // ROUNDS) if drifting else 1
+        drifting = self.head_dim % SECTOR and length < DRIFT_BELOW
+        waves = max(1, blocks // at_once // ROUNDS) if drifting and written > 1 else 1
+        words = " persistent ahead" if length <= AHEAD and (written > 1 or not drifting) else " persistent"
         share = self.rounds(ring, by_key)[1]
         if share:
-            return waves * at_once, at_once, blocks // at_once * at_once, share, " persistent shared"
+            return waves * at_once, at_once, blocks // at_once * at_once, share, words + " shared"
         if self.alike and blocks > at_once and length <= PERSISTENT[kernel.__name__]:
-            return waves * at_once, at_once, blocks, 0, " persistent"
+            return waves * at_once, at_once, blocks, 0, words
         return blocks, blocks, blocks, 0, ""
 
-    def run(self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, merge: Merge, **constants):
+    def run(
+        self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, merge: Merge, way: str = "", **constants
+    ):
         """`outputs` that are None are not written: a placeholder stands for them."""
         written = sum(o is not None and len(o.shape) == 4 for o in outputs)
         programs, at_once, whole, share, words = self.schedule(kernel, ring, by_key, written)
@@ -238,7 +243,7 @@ class _Call:
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once),
             [placeholder if o is None else o for o in (*outputs, parts)],
             dict(
-                C=self.head_dim, FEATURES=self.features + words, SLOTS=ring.slots, GROUPS=ring.groups,
+                C=self.head_dim, FEATURES=self.features + words + way, SLOTS=ring.slots, GROUPS=ring.groups,
                 TURNS=ring.turns, RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
@@ -307,7 +312,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         return call.run(
             backward_kernels.backward, ring, not row, descriptors, (lse2, mu, delta, t_delta),
             [like if w else None for w in wants], Merge(merge_kernels.merge_backward, wanted, sum(wants)),
-            T=ring.tile, ROW=row,
+            way="" if row or dual else " last-first", T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None, **wanted,
         )  # fmt: skip
 

@@ -10,18 +10,30 @@ traffic of 64 + 16, not of 128.
 
 from collections import namedtuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, column_widths
 
 # renamed between Triton 3.6 and 3.9
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 Cursor = namedtuple("Cursor", "slot phase")  # where a warp is in a ring, and the phase of that slot's barriers
+
+
+SHARED_MEMORY = 224 * 1024  # bytes that tiles may fill, beside barriers and statistics
+
+
+@triton.constexpr_function
+def resident_buffers(resident, streamed, channels, features):
+    """For how many blocks a program holds so many resident rows, of 16 bits, beside those of its ring: for two, where it is to
+    load "ahead" and there is room."""
+    row = 2 * sum(column_widths(channels))
+    return 2 if "ahead" in features.split() and (2 * resident + streamed) * row <= SHARED_MEMORY else 1
 
 
 def shared_layout(block, dtype: str):
@@ -136,9 +148,9 @@ def load_tile(descs, t_descs, i_b, i_h, row, memory, at, T: gl.constexpr, SLOTS:
 
 
 @gluon.jit
-def load_resident(descs, i_b, i_h, row, bar, buffers, w: gl.constexpr):
+def load_resident(descs, i_b, i_h, row, bar, buffers, i, w: gl.constexpr):
     """The rows of one consumer warpgroup."""
-    load(descs, i_b, i_h, row + GROUP_ROWS * w, bar, buffers, w, 0, GROUP_ROWS)
+    load(descs, i_b, i_h, row + GROUP_ROWS * w, bar, buffers, i, 0, GROUP_ROWS)
 
 
 @gluon.jit

@@ -18,18 +18,20 @@ Item = namedtuple("Item", "block first end place")  # the number of a block, its
 
 
 @gluon.jit
-def own_block(i, n, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
-    """(block, batch entry and head) of number i of n.  Under causality the longest blocks, first or last, of a few heads go
+def own_block(i, call, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
+    """(block, batch entry and head) of number i.  Under causality the longest blocks, first or last, of a few heads go
     before the shorter: head after head, the last ones would begin a long block when others are done."""
     if has(FEATURES, "right"):
         first = i // (TOGETHER * n_blocks) * TOGETHER
-        heads = gl.minimum(n // n_blocks - first, TOGETHER)
+        heads = gl.minimum(call.n // n_blocks - first, TOGETHER)
         i -= first * n_blocks
         block = i // heads
         if FROM_END:
             block = n_blocks - 1 - block
         return block, first + i % heads
     else:
+        if has(FEATURES, "last-first"):  # of those that are not shared
+            i = gl.where(i < call.n_whole, call.n_whole - 1 - i, i)
         return i % n_blocks, i // n_blocks
 
 
