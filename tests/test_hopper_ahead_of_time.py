@@ -121,7 +121,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     assert resources.spill_stores <= SPILL_MORE.get((job, head_dim, kind), SPILL[kind])
     vector = "v2" if head_dim == 16 else "v4"
     assert f"st.global.{vector}.b32" in resources.ptx  # results, sixteen bytes a thread, of rows of 32 bytes eight
-    if kind in ("whole", "persistent", "ahead"):  # others clean tiles in shared memory
+    if kind in ("whole", "persistent", "ahead") and "outer" not in constants["FEATURES"]:  # others use shared memory
         assert "st.shared.v4" not in resources.ptx
 
 
@@ -214,6 +214,34 @@ def test_a_cotangent_of_the_log_sum_exp_alone():
     statistic = jax.ShapeDtypeStruct((1, 2, 8192), jnp.float32)
     every.backward(recorder, Problem(scale=0.1), Operands(o, o, o), (o, statistic), (None, statistic), QUERY)
     assert "portable" in recorder.launches[-1][0].fn.__module__
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "plain", "dual"),
+    [
+        (64, 256, False, False),
+        (64, 2048, False, True),
+        (72, 256, False, True),
+        (72, 512, False, False),
+        (128, 1024, False, False),
+    ],
+)
+def test_whether_row_statistics_take_a_kernel(head_dim, length, plain, dual):
+    """Of the backward, of the dual backward, of one that leaves the queries out, and of one along the queries alone."""
+    o = jax.ShapeDtypeStruct((4, length, 2, head_dim), jnp.bfloat16)
+    x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((4, 2, length), jnp.float32)
+    case, every_one = Problem(scale=0.1, implementation="hopper"), (True, True, True, False)
+
+    def takes_a_kernel(want, tx=None):
+        recorder, no_tangent = Recorder(90), jobs.NO_TANGENT
+        tangents = (tx or no_tangent, (o, statistic), (o, None)) if tx else (no_tangent, (None, None), (None, None))
+        jobs.backward_dual(recorder, case, x, (o, statistic), (o, None), tangents, want, want if tx else (False,) * 4)
+        return "statistics" in [kernel.__name__ for kernel, *_ in recorder.launches]
+
+    assert takes_a_kernel(every_one) == plain
+    assert takes_a_kernel(every_one, x) == dual
+    assert takes_a_kernel(KEYS)
+    assert takes_a_kernel(every_one, Operands(o, None, None))
 
 
 @pytest.mark.parametrize(

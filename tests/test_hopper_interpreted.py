@@ -100,8 +100,9 @@ def test_every_job(shape, causal, late):
         (2, 90, 140, 1, 1, 40),
         (1, 70, 150, 2, 1, 24),
         (1, 70, 90, 1, 1, 8),
+        (1, 70, 520, 2, 1, 72),
     ],
-    ids=["D72", "D88", "D40", "D24", "D8"],
+    ids=["D72", "D88", "D40", "D24", "D8", "D72-long"],
 )
 def test_channels_fewer_than_those_of_a_tile(shape):
     check(problem(shape[-1], True), *operands(shape))
@@ -209,8 +210,9 @@ def test_programs_in_waves(monkeypatch, shared, change):
     launcher = gluon_on_numpy.Launcher(*change, multiprocessors=3)
     with pytest.raises(AssertionError) if change else contextlib.nullcontext():
         check(problem(72, False), *operands((2, 250, 140, 4, 4, 72)), launcher=launcher)
-        launches = ((" persistent" + " shared" * shared, 3), (" persistent ahead" + " shared" * shared, 6))
-        assert {(name, *launch) for name in ("forward", "backward") for launch in launches} <= launcher.launched
+        alone, both = " persistent" + " shared" * shared, " persistent ahead" + " shared" * shared
+        launched = {(name, words.partition(" outer")[0], n) for name, words, n in launcher.launched}
+        assert {(name, *launch) for name in ("forward", "backward") for launch in ((alone, 3), (both, 6))} <= launched
 
 
 SHARED_MUTANTS = {
@@ -430,6 +432,11 @@ MUTANTS = {  # and whether it takes late copies to notice
         "mbarrier.arrive(next_turn, count=1)",
         False,
     ),
+    "outputs-not-waited-for": ("wait(memory.full, at)", "pass", True),
+    "outputs-given-back-early": ("wait(memory.full, at)", "give_back(memory.empty, at)", False),
+    "outputs-of-other-rows": ("row + I // KINDS * GROUP_ROWS", "row", False),
+    "outputs-of-another-warpgroup": ("I // KINDS == i_w", "I // KINDS == 0", False),
+    "tangent-of-outputs-ignored": ("t_delta += inner(c, o, LAYOUT)", "pass", False),
     "statistics-not-waited-for": ("wait(memory.s_full, s_at)", "pass", True),
     "statistics-overwritten": ("wait(memory.s_empty, s_at)", "pass", True),
     "mu-dropped": ("b_to = increased(b_to, back, b_o)", "pass", False),

@@ -8,10 +8,11 @@ A block is 64 resident rows for each of the GROUPS consumer warpgroups, and stre
 
 and, with w = ṡ − μ,  ṡ = a ḃᵀ + ȧ bᵀ,  ḋs = p∘(c ėᵀ + ċ eᵀ − δ̇) + ds∘w,  ḋa += ḋs b + ds ḃ,  ḋc += p ė + (p∘w) e.
 
-ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side; those of streamed rows come
-through shared memory, by the producer, where tangents are wanted or there are three warpgroups, else from memory.  A tile of b
-and of ḃ lie one below the other, so that one product has both a bᵀ and a ḃᵀ, with half the reading of a; c eᵀ and c ėᵀ
-likewise.  The sums of ṡ and of ḋp begin with what is taken off or added.
+ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side.  That may make them, ℓ in base 2,
+δ and δ̇, for the key side too (OUTER): then o and ȯ of its rows come through the ring, before anything is streamed.  Statistics of
+streamed rows come through shared memory, by the producer, where tangents are wanted or there are three warpgroups, else from
+memory.  A tile of b and of ḃ lie one below the other, so that one product has both a bᵀ and a ḃᵀ, with half the reading of a;
+c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with what is taken off or added.
 """
 
 from collections import namedtuple
@@ -30,6 +31,8 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     described,
     expect,
     give_back,
+    inner,
+    load,
     load_resident,
     load_tile,
     matrix,
@@ -73,14 +76,14 @@ from jax_flash_jvp.kernels.portable.scores import has
 # constants: USE_… of c, w and the tangents follow from which there are and what is wanted
 Options = namedtuple(
     "Options",
-    "C T SLOTS GROUPS BUFFERS ROW THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB USE_TC USE_TE "
-    "WANT_A WANT_C WANT_TA WANT_TC",
+    "C T SLOTS GROUPS BUFFERS ROW OUTER PER_SLOT THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB "
+    "USE_TC USE_TE WANT_A WANT_C WANT_TA WANT_TC",
 )
-Arrays = namedtuple("Arrays", "a c b e ta tc tb te")  # descriptors, of the parts of each
-Statistics = namedtuple("Statistics", "LSE2 MU DELTA T_DELTA")
+Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
+Statistics = namedtuple("Statistics", "LSE2 MU DELTA T_DELTA")  # to make them: ℓ, μ and the cotangents of ℓ, those of ℓ̇
 # shared: resident rows, the ring, statistics of streamed rows, and the barriers of each
 Memory = namedtuple("Memory", "a c ta tc ring a_full a_empty full empty stats s_full s_empty turn")
-Results = namedtuple("Results", "DA DC TDA TDC PARTS")
+Results = namedtuple("Results", "DA DC TDA TDC PARTS LSE2 DELTA T_DELTA")
 # an `item`: of the resident rows the number of the block, batch entry and head; of the streamed ones the first head and how
 # many; ends of queries and of keys, bounds of what is streamed
 Block = namedtuple("Block", "work i_block i_b i_a i_stream group query_end key_end bounds")
@@ -205,6 +208,53 @@ def stage_statistics(statistics, x, m_x, memory, s_at, options):
 
 
 @gluon.jit
+def load_outputs(arrays, i_b, i_a, row, memory, at, options):
+    """o, and ȯ where tangents are wanted: 64 rows of each for one warpgroup after the other."""
+    N: gl.constexpr = options.OUTER
+    PER_SLOT: gl.constexpr = options.PER_SLOT
+    KINDS: gl.constexpr = N // options.GROUPS
+    for I in gl.static_range(N):
+        bar = memory.full.index(at.slot)
+        if I % PER_SLOT == 0:
+            wait(memory.empty, at)
+            expect(bar, PER_SLOT if I + PER_SLOT <= N else N - I, arrays.o)
+        o = arrays.o if I % KINDS == 0 else arrays.to
+        load(
+            o, i_b, i_a, row + I // KINDS * GROUP_ROWS, bar, memory.ring, at.slot, I % PER_SLOT * GROUP_ROWS, GROUP_ROWS
+        )
+        if (I + 1) % PER_SLOT == 0 or I + 1 == N:
+            at = advance(at, options.SLOTS)
+    return at
+
+
+@gluon.jit
+def outer_statistics(i_w: gl.constexpr, at, own_rows, memory, options, LAYOUT: gl.constexpr):
+    """(rowsum(d_o∘o), rowsum(ḋ_o∘o + d_o∘ȯ)) of the rows of a warpgroup."""
+    N: gl.constexpr = options.OUTER
+    PER_SLOT: gl.constexpr = options.PER_SLOT
+    KINDS: gl.constexpr = N // options.GROUPS
+    delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
+    t_delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
+    c = matrix(memory.c, own_rows)
+    tc = matrix(memory.tc, own_rows)
+    for I in gl.static_range(N):
+        if I % PER_SLOT == 0:
+            wait(memory.full, at)
+        if I // KINDS == i_w:
+            o = rows_from(matrix(memory.ring, at.slot), I % PER_SLOT * GROUP_ROWS, GROUP_ROWS)
+            if I % KINDS == 1:
+                t_delta += inner(c, o, LAYOUT)
+            else:
+                delta += inner(c, o, LAYOUT)
+                if options.USE_TC:
+                    t_delta += inner(tc, o, LAYOUT)
+        if (I + 1) % PER_SLOT == 0 or I + 1 == N:
+            give_back(memory.empty, at)
+            at = advance(at, options.SLOTS)
+    return delta, t_delta, at
+
+
+@gluon.jit
 def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options):
     T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
@@ -213,7 +263,11 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
     block = own(i, call, selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_row = block.i_block * (options.GROUPS * GROUP_ROWS)
-    AFTER: gl.constexpr = has(FEATURES, "persistent") and options.BUFFERS == 1  # as in forward.py
+    # as in forward.py; o is of no use without d_o, which must not wait for slots that o takes
+    ROOM: gl.constexpr = options.OUTER <= (SLOTS - 2) * options.PER_SLOT
+    AFTER: gl.constexpr = has(FEATURES, "persistent") and options.BUFFERS == 1 and ROOM
+    if options.OUTER > 0:
+        at = load_outputs(arrays, i_b, i_a, a_row, memory, at, options)
     if not AFTER:
         load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     first = 1
@@ -302,20 +356,35 @@ def consume_block(
     b_tdc = sums(C)
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
     zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
+    own_rows = a_at.slot * GROUPS + i_w
+    mbarrier.wait(memory.a_full.index(own_rows), a_at.phase)
     if ROW:
         o_a = a_start + gl.arange(0, GROUP_ROWS, layout=x_l)
         x = (i_b * HA + i_a).to(gl.int64) * LA + o_a
-        lse2 = row_statistic(statistics.LSE2, x, o_a < LA, float("inf"))
-        delta = row_statistic(statistics.DELTA, x, o_a < LA, 0.0)
+        if options.OUTER > 0:
+            b_lse = gl.load(statistics.LSE2 + x, mask=o_a < LA, other=-float("inf"))
+            b_delta, b_t_delta, b_at = outer_statistics(i_w, b_at, own_rows, memory, options, x_l)
+            b_lse = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
+            if has(FEATURES, "d_lse"):
+                b_delta -= gl.load(statistics.DELTA + x, mask=o_a < LA, other=0.0)
+            if has(FEATURES, "t_d_lse"):
+                b_t_delta -= gl.load(statistics.T_DELTA + x, mask=o_a < LA, other=0.0)
+            first_part = (o_a < LA) & (block.work.first == 0)
+            gl.store(results.LSE2 + x, b_lse, mask=first_part)
+            gl.store(results.DELTA + x, b_delta, mask=first_part)
+            if WANT_TA:
+                gl.store(results.T_DELTA + x, b_t_delta, mask=first_part)
+            lse2, delta, t_delta = gl.expand_dims(b_lse, 1), gl.expand_dims(b_delta, 1), gl.expand_dims(b_t_delta, 1)
+        else:
+            lse2 = row_statistic(statistics.LSE2, x, o_a < LA, float("inf"))
+            delta = row_statistic(statistics.DELTA, x, o_a < LA, 0.0)
+            if WANT_TA:
+                t_delta = row_statistic(statistics.T_DELTA, x, o_a < LA, 0.0)
         if USE_W:
             mu = row_statistic(statistics.MU, x, o_a < LA, 0.0)
-        if WANT_TA:
-            t_delta = row_statistic(statistics.T_DELTA, x, o_a < LA, 0.0)
     per_scale = 1 / scale
     end_a = query_end if ROW else key_end
     end_b = key_end if ROW else query_end
-    own_rows = a_at.slot * GROUPS + i_w
-    mbarrier.wait(memory.a_full.index(own_rows), a_at.phase)
     for MASKED in gl.static_range(2):
         if not MASKED or options.MASKS:
             for i_g in range(block.group):
@@ -458,7 +527,7 @@ def consume_block(
         b_tdc = zeroed(b_tdc, o_a >= end_a)
     b_da = scaled(b_da, factor)
     b_tda = scaled(b_tda, factor)
-    DA, DC, TDA, TDC, PARTS = results
+    DA, DC, TDA, TDC, PARTS, _, _, _ = results
     place = block.work.place
     if place < 0:
         if WANT_A:
@@ -548,10 +617,10 @@ def program(arrays, statistics, results, scale, call, selection, options):
 
 @gluon.jit
 def backward(
-    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r,
+    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, o_d, to_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r, o_r, to_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, LSE2, MU, DELTA, T_DELTA,
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
-    DA, DC, TDA, TDC, PARTS,
+    DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT,
     C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr, HAS_TE: gl.constexpr,
@@ -566,6 +635,9 @@ def backward(
     THROUGH_SHARED: gl.constexpr = not ROW and (
         WANT_TA or WANT_TC or GROUPS == 3
     )  # else the few that are needed come straight from memory, if there are registers for them
+    # 64 rows of o and of ȯ, so many times for a block, so many in a slot
+    OUTER: gl.constexpr = GROUPS * (2 if WANT_TA else 1) if has(FEATURES, "outer") else 0
+    PER_SLOT: gl.constexpr = T * (2 if USE_TB or USE_TE else 1) // GROUP_ROWS
     PAIRS: gl.constexpr = SLOTS // (2 if USE_TB or USE_TE else 1)
     RESIDENT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
     BUFFERS: gl.constexpr = resident_buffers(RESIDENT * GROUPS * GROUP_ROWS, SLOTS * T, C, FEATURES)
@@ -575,11 +647,14 @@ def backward(
         Arrays(
             described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),
             described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
+            described(o_d, o_r) if OUTER > 0 else described(a_d, a_r),
+            described(to_d, to_r) if OUTER > 0 and WANT_TA else described(a_d, a_r),
         ), Statistics(LSE2, MU, DELTA, T_DELTA),
-        Results(DA, DC, TDA, TDC, PARTS), scale, Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
+        Results(DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT), scale,
+        Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
-            C, T, PAIRS, GROUPS, BUFFERS, ROW, THROUGH_SHARED, TURNS, FEATURES, RAGGED, masks(FEATURES, ROW, RAGGED),
-            USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
+            C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTER, PER_SLOT, THROUGH_SHARED, TURNS, FEATURES, RAGGED,
+            masks(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
         ),
     )  # fmt: skip

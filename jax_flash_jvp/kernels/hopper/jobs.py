@@ -25,6 +25,9 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
 AHEAD = 1024  # up to which it has loaded the next block's resident rows as well, if there is room
+OUTER_DUAL = (
+    1024  # up to which the query side of the dual backward computes the row statistics, as that of the backward does
+)
 # In shorter loops, where rows end within a sector of memory, programs that read the same rows drift apart, and these have left
 # the L2 cache when the last one comes for them: where two arrays are written, so that a program has ROUNDS blocks to twice as
 # many, or where resident rows are loaded ahead.
@@ -206,15 +209,19 @@ class _Call:
         seconds = [Rows(a, n, rest[0]) if rest else Rows(None, 0, 0) for a, n in arrays]
         return [*(Rows(a, n, first) for a, n in arrays), *seconds]
 
+    def drifts(self, length: int) -> bool:
+        """Do programs that read the same rows, so many for a block, drift apart?"""
+        return self.head_dim % SECTOR > 0 and length < DRIFT_BELOW
+
     def schedule(self, kernel, ring: Ring, by_key: bool, written: int) -> tuple[int, int, int, int, str]:
         """(programs, those of them at once, blocks that one of them each computes, tiles of the others for each, words for the
         kernel).  Blocks are alike where nothing but the ragged end is masked."""
         blocks = self.blocks(ring.groups, by_key)
         at_once = self.launcher.multiprocessors or blocks
         length = self.tiles(ring, by_key) * ring.tile
-        drifting = self.head_dim % SECTOR and length < DRIFT_BELOW
-        waves = max(1, blocks // at_once // ROUNDS) if drifting and written > 1 else 1
-        words = " persistent ahead" if length <= AHEAD and (written > 1 or not drifting) else " persistent"
+        waves = max(1, blocks // at_once // ROUNDS) if self.drifts(length) and written > 1 else 1
+        ahead = length <= AHEAD and (written > 1 or not self.drifts(length))
+        words = " persistent ahead" if ahead else " persistent"
         share = self.rounds(ring, by_key)[1]
         if share:
             return waves * at_once, at_once, blocks // at_once * at_once, share, words + " shared"
@@ -223,11 +230,21 @@ class _Call:
         return blocks, blocks, blocks, 0, ""
 
     def run(
-        self, kernel, ring: Ring, by_key: bool, descriptors, saved, outputs, merge: Merge, way: str = "", **constants
+        self,
+        kernel,
+        ring: Ring,
+        by_key: bool,
+        descriptors,
+        saved,
+        outputs,
+        merge: Merge,
+        more=(),
+        words: str = "",
+        **constants,
     ):
-        """`outputs` that are None are not written: a placeholder stands for them."""
+        """`outputs` that are None are not written: a placeholder stands for them.  `more` are what no part of a block adds to."""
         written = sum(o is not None and len(o.shape) == 4 for o in outputs)
-        programs, at_once, whole, share, words = self.schedule(kernel, ring, by_key, written)
+        programs, at_once, whole, share, order = self.schedule(kernel, ring, by_key, written)
         blocks, rows, n_tiles = self.blocks(ring.groups, by_key), GROUP * ring.groups, self.tiles(ring, by_key)
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         x, placeholder, tiles, parts = self.x, Output((1,), "float32"), None, None
@@ -237,17 +254,18 @@ class _Call:
             size = part_size(rows, merge.arrays, merge.statistics, self.head_dim)
             sharing = triton.cdiv((blocks - whole) * n_tiles, share)  # programs
             parts = Output(((sharing + blocks - whole - 1) * size,), "float32")
-        *got, parts = self.launcher.launch(
+        got = self.launcher.launch(
             kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once),
-            [placeholder if o is None else o for o in (*outputs, parts)],
+            [placeholder if o is None else o for o in (*outputs, parts, *more)],
             dict(
-                C=self.head_dim, FEATURES=self.features + words + way, SLOTS=ring.slots, GROUPS=ring.groups,
+                C=self.head_dim, FEATURES=self.features + order + words, SLOTS=ring.slots, GROUPS=ring.groups,
                 TURNS=ring.turns, RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
-        got = [None if o is None else a for o, a in zip(outputs, got, strict=True)]
+        parts, more = got[len(outputs)], got[len(outputs) + 1 :]
+        got = [None if o is None else a for o, a in zip(outputs, got, strict=False)]
         if whole < blocks:
             heads, length = (self.key_heads, self.key_length) if by_key else (self.query_heads, self.query_length)
             places = [i for i, a in enumerate(got) if a is not None]
@@ -259,7 +277,7 @@ class _Call:
             )  # fmt: skip
             for i, a in zip(places, updated, strict=True):
                 got[i] = a
-        return tuple(got)
+        return (*got, *more)
 
 
 def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):
@@ -296,40 +314,56 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     (o, log_sum_exp), (d_o, d_lse), (tx, (t_o, mu), (t_d_o, t_d_lse)) = y, cy, tangents
     call = _Call(launcher, problem, x)
     dual = any(want_tangent)
-    lse2, delta, t_delta = portable._statistics(call.portable, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual)
     query = ((x.query, tx.query), (d_o, t_d_o))
     key = ((x.key, tx.key), (x.value, tx.value))
 
-    def side(ring: Ring, row: bool, wants) -> tuple:
-        ring = call.ring(ring, not row)
+    def side(ring: Ring, row: bool, wants, statistics, outer: bool = False) -> tuple:
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
         arrays = ((a, GROUP), (c, GROUP), (b, ring.tile), (e, ring.tile))
         tangents = [(p if t is None else t, n) for (p, n), t in zip(arrays, (ta, tc, tb, te), strict=True)]
-        descriptors = call.rows(*arrays, *tangents)
+        outputs = (o if outer else None, GROUP), (t_o if outer and dual else None, GROUP)
+        descriptors = call.rows(*arrays, *tangents, *outputs)
         like = call.output if row else call.key_gradient
         wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(
-            backward_kernels.backward, ring, not row, descriptors, (lse2, mu, delta, t_delta),
+            backward_kernels.backward, ring, not row, descriptors, statistics,
             [like if w else None for w in wants], Merge(merge_kernels.merge_backward, wanted, sum(wants)),
-            way="" if row or dual else " last-first", T=ring.tile, ROW=row,
+            [call.statistic if outer and w else None for w in (True, True, dual)],
+            outer_words if outer else "" if row or dual else " last-first", T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None, **wanted,
         )  # fmt: skip
 
     d = call.width
     dq = t_dq = dk = dv = t_dk = t_dv = None
+    wants = (want[0], False, want_tangent[0], False)
+    ring = call.ring(QUERY_SIDE[d, _kind(want[0], want_tangent[0])])
+    length, pairs = call.tiles(ring, False) * ring.tile, dual and (tx.key is not None or tx.value is not None)
+    if dual:
+        outer = want_tangent[0] and pairs and length <= OUTER_DUAL and not call.drifts(length)
+    else:
+        outer = want[0] and ring.tile >= GROUP
+    if outer:
+        outer_words = " outer" + " d_lse" * (d_lse is not None) + " t_d_lse" * (dual and t_d_lse is not None)
+        dq, _, t_dq, _, *outside = side(ring, True, wants, (log_sum_exp, mu, d_lse, t_d_lse), True)
+        statistics = outside[0], mu, outside[1], outside[2]
+    else:
+        lse2, delta, t_delta = portable._statistics(
+            call.portable, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual
+        )
+        statistics = lse2, mu, delta, t_delta
+        if any(wants):
+            dq, _, t_dq, _ = side(ring, True, wants, statistics)[:4]
     wants = (want[1], want[2], want_tangent[1], want_tangent[2])
     kind = _kind(any(wants[:2]), any(wants[2:]))
+    key_side = lambda ring, wants: side(call.ring(ring, True), False, wants, statistics)[:4]
     if any(wants) and (d, kind) in KEY_SIDE:
-        dk, dv, t_dk, t_dv = side(KEY_SIDE[d, kind], False, wants)
+        dk, dv, t_dk, t_dv = key_side(KEY_SIDE[d, kind], wants)
     else:
         if wants[1] or wants[3]:
-            _, dv, _, t_dv = side(VALUES_DUAL[d], False, (False, wants[1], False, wants[3]))
+            _, dv, _, t_dv = key_side(VALUES_DUAL[d], (False, wants[1], False, wants[3]))
         if wants[0] or wants[2]:
-            dk, _, t_dk, _ = side(KEYS_DUAL[d], False, (wants[0], False, wants[2], False))
-    if want[0] or want_tangent[0]:
-        kind = _kind(want[0], want_tangent[0])
-        dq, _, t_dq, _ = side(QUERY_SIDE[d, kind], True, (want[0], False, want_tangent[0], False))
+            dk, _, t_dk, _ = key_side(KEYS_DUAL[d], (wants[0], False, wants[2], False))
     return Operands(dq, dk, dv), Operands(t_dq, t_dk, t_dv)
 
 

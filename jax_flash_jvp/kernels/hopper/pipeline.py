@@ -153,11 +153,32 @@ def load_resident(descs, i_b, i_h, row, bar, buffers, i, w: gl.constexpr):
     load(descs, i_b, i_h, row + GROUP_ROWS * w, bar, buffers, i, 0, GROUP_ROWS)
 
 
+@triton.constexpr_function
+def row_layout(columns):
+    """In which a warpgroup reads rows of so many columns, sixteen bytes a thread."""
+    return gl.BlockedLayout([1, 8], [32 * 8 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def inner_part(x, y, LAYOUT: gl.constexpr):
+    layout: gl.constexpr = row_layout(x.shape[1])
+    return gl.convert_layout(gl.sum(x.load(layout).to(gl.float32) * y.load(layout).to(gl.float32), 1), LAYOUT)
+
+
+@gluon.jit
+def inner(x, y, LAYOUT: gl.constexpr):
+    """rowsum(x∘y) of tiles in shared memory."""
+    b_r = inner_part(x[0], y[0], LAYOUT)
+    for PART in gl.static_range(1, len(x)):
+        b_r += inner_part(x[PART], y[PART], LAYOUT)
+    return b_r
+
+
 @gluon.jit
 def clean_part(tile, row, end):
     ROWS: gl.constexpr = tile.shape[0]
     D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = row_layout(D)
     o_r = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
     b_x = tile.load(layout)
     tile.store(gl.where(o_r < end, b_x, gl.zeros([ROWS, D], tile.dtype, layout)))
