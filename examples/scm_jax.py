@@ -26,6 +26,7 @@ from flax import nnx
 from consistency.compare import compare
 from consistency.config import TrainingConfig, option, parse_config
 from consistency.data import Digits, load_digits, training_batch
+from consistency.loop import in_first_stage
 from consistency.models_jax import DiffusionTransformer
 from consistency.report import report
 from consistency.sampling import generate
@@ -144,8 +145,9 @@ def main(config: Config) -> None:
     digits, _ = load_digits()
     graph, parameters = nnx.split(DiffusionTransformer(config, times=1, rngs=nnx.Rngs(config.seed)))
     method = ConsistencyModel(config, graph, float(digits.images.std()))
-    if not config.resume:
-        parameters = train_diffusion(config, method, parameters, digits)
+    if in_first_stage(config):
+        parameters = train_diffusion(config, method, parameters, digits)  # or what is left of it
+        config = dataclasses.replace(config, resume=False)
     optimizer = make_optimizer(config)
 
     def make_batch(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -176,6 +178,7 @@ def train_diffusion(config: Config, method: ConsistencyModel, parameters: Parame
         initial_state(parameters, optimizer),
         make_train_step(method.diffusion_loss, optimizer, config),
         lambda step: training_batch(digits, config.batch, config.mosaic, config.seed, step),
+        may_be_done=True,
     )
     return state.average
 

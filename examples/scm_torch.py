@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from consistency.compare import compare
 from consistency.config import option, parse_config
 from consistency.data import Digits, load_digits, training_batch
+from consistency.loop import in_first_stage
 from consistency.models_torch import DiffusionTransformer
 from consistency.report import report
 from consistency.sampling import generate
@@ -137,8 +138,9 @@ def main(config: Config) -> None:
     with process_device() as device:
         torch.manual_seed(config.seed)
         method = ConsistencyModel(config, float(digits.images.std())).to(device)
-        if not config.resume:
-            method.load_state_dict(train_diffusion(config, device, digits).state_dict())
+        if in_first_stage(config):
+            method.load_state_dict(train_diffusion(config, device, digits).state_dict())  # or what is left of it
+            config = dataclasses.replace(config, resume=False)
 
         def make_batch(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             r = min(1, step / config.tangent_warmup_steps) if config.tangent_warmup_steps else 1
@@ -165,7 +167,10 @@ def train_diffusion(config: Config, device: torch.device, digits: Digits) -> nn.
     )
     model = DiffusionModel(config, float(digits.images.std())).to(device)
     model, _, _ = train(
-        config, model, lambda step: training_batch(digits, config.batch, config.mosaic, config.seed, step)
+        config,
+        model,
+        lambda step: training_batch(digits, config.batch, config.mosaic, config.seed, step),
+        may_be_done=True,
     )
     return model
 

@@ -1,6 +1,7 @@
 """The PyTorch examples, and sCM in JAX, run, resume, and train on two processes as on one; JAX and PyTorch compute the
 same losses and gradients."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -71,6 +72,34 @@ def test_script_runs_and_resumes(case, tmp_path, monkeypatch):
     resumed = run(script, tmp_path / "resumed", monkeypatch, **options, resume=True)
     for figure in ("steps", "loss", "quality"):
         assert resumed[figure] == whole[figure]
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["", "done"])
+@pytest.mark.parametrize("script", ["scm_torch", "scm_jax"])
+def test_stopped_in_the_first_stage(script, done, tmp_path, monkeypatch):
+    """Of two, with checkpoints of a folder of its own: after some of its steps, or after all."""
+    options = dict(diffusion_steps=4, warmup_steps=0, tangent_warmup_steps=0)
+    whole = run(script, tmp_path / "whole", monkeypatch, **options)
+    checkpoints = tmp_path / "resumed" / "diffusion" / "checkpoints"
+    shutil.copytree(tmp_path / "whole" / "diffusion" / "checkpoints", checkpoints)
+    if not done:
+        (last,) = checkpoints.glob("4*")
+        last.unlink() if last.is_file() else shutil.rmtree(last)
+    resumed = run(script, tmp_path / "resumed", monkeypatch, **options, resume=True)
+    for figure in ("steps", "loss", "quality"):
+        assert resumed[figure] == whole[figure]
+
+
+@pytest.mark.parametrize("script", ["scm_torch", "scm_jax"])
+def test_a_run_afresh_forgets_the_second_stage_of_another(script, tmp_path, monkeypatch):
+    from consistency.loop import in_first_stage
+
+    run(script, tmp_path, monkeypatch, diffusion_steps=2)
+    config = __import__(script).Config(output=str(tmp_path))
+    resumed = dataclasses.replace(config, resume=True)
+    assert not in_first_stage(resumed)
+    assert in_first_stage(config)
+    assert in_first_stage(resumed)
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
 """The loop over training steps, whatever takes them: a history, a progress bar, checkpoints and the speed."""
 
+import re
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,14 @@ import tqdm
 from consistency.config import TrainingConfig
 
 History = list[dict[str, float]]
+
+
+def in_first_stage(config: TrainingConfig) -> bool:
+    """Whether a run of two stages begins, or was stopped before the second, whose checkpoints these would be, had written one."""
+    folder = Path(config.output) / "checkpoints"
+    if not config.resume:
+        shutil.rmtree(folder, ignore_errors=True)  # a later --resume must not find what another run left
+    return not any(re.fullmatch(r"\d+(\.pt)?", path.name) for path in folder.glob("*"))
 
 
 def training_loop(

@@ -1,6 +1,7 @@
 """The training loop: AdamW, averaged weights, a progress bar, checkpoints that a run can go on from, and several GPUs."""
 
 import functools
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,8 +91,11 @@ def train(
     train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]],
     make_batch: Callable[[int], tuple[Any, ...]],
     devices: Sequence[jax.Device] | None = None,
+    may_be_done: bool = False,
 ) -> tuple[TrainState, History, float]:
     """Trains up to step `config.steps`. Returns the state, what was logged at each step, and steps per second.
+
+    A checkpoint to resume from that has taken all steps is an error, unless `may_be_done`: then nothing is left to do.
 
     The `devices`, if not given all GPUs of this host or its CPU, divide each batch among them and compute what one would:
     XLA sums their gradients, and the noise is that of the whole batch.
@@ -115,6 +119,8 @@ def train(
     history: History = []
     if config.resume:
         state, history = checkpoints.restore(state)
+        if may_be_done and int(state.step) >= config.steps:
+            return jax.device_put(state, devices[0]), history, math.nan
 
     def take_step(step: int) -> dict[str, jax.Array]:
         nonlocal state

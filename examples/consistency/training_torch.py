@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -80,9 +81,14 @@ class Checkpoints:
 
 
 def train(
-    config: TorchConfig, method: nn.Module, make_batch: Callable[[int], tuple[Any, ...]]
+    config: TorchConfig,
+    method: nn.Module,
+    make_batch: Callable[[int], tuple[Any, ...]],
+    may_be_done: bool = False,
 ) -> tuple[nn.Module, History, float]:
     """Trains up to step `config.steps`. Returns the method with averaged weights, the history and steps per second.
+
+    A checkpoint to resume from that has taken all steps is an error, unless `may_be_done`: then nothing is left to do.
 
     `method.draw(generator, shape)` gives the random tensors of a step, the batch their first axis, and
     `method(images, labels, …, *random)` the loss and its metrics.
@@ -110,6 +116,8 @@ def train(
     start, history = 0, []
     if config.resume:
         start, history = checkpoints.restore(device)
+        if may_be_done and start >= config.steps:
+            return average.module, history, math.nan
     elif rank == 0:
         shutil.rmtree(folder, ignore_errors=True)  # a later --resume must not find what another run left
 
