@@ -26,11 +26,12 @@ from flax import nnx
 from consistency.compare import compare
 from consistency.config import TrainingConfig, option, parse_config
 from consistency.data import Digits, load_digits, training_batch
-from consistency.loop import in_first_stage
+from consistency.loop import begin_afresh
 from consistency.models_jax import DiffusionTransformer
 from consistency.report import report
 from consistency.sampling import generate
 from consistency.training_jax import (
+    Checkpoints,
     Parameters,
     device_facts,
     initial_state,
@@ -145,7 +146,7 @@ def main(config: Config) -> None:
     digits, _ = load_digits()
     graph, parameters = nnx.split(DiffusionTransformer(config, times=1, rngs=nnx.Rngs(config.seed)))
     method = ConsistencyModel(config, graph, float(digits.images.std()))
-    if in_first_stage(config):
+    if not Checkpoints(begin_afresh(config)):
         parameters = train_diffusion(config, method, parameters, digits)  # or what is left of it
         config = dataclasses.replace(config, resume=False)
     optimizer = make_optimizer(config)

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from consistency.compare import compare
 from consistency.config import option, parse_config
 from consistency.data import Digits, load_digits, training_batch
-from consistency.loop import in_first_stage
+from consistency.loop import begin_afresh
 from consistency.models_torch import DiffusionTransformer
 from consistency.report import report
 from consistency.sampling import generate
 from consistency.training_torch import (
+    Checkpoints,
     TorchConfig,
     device_facts,
     numpy_sampler,
@@ -138,7 +139,7 @@ def main(config: Config) -> None:
     with process_device() as device:
         torch.manual_seed(config.seed)
         method = ConsistencyModel(config, float(digits.images.std())).to(device)
-        if in_first_stage(config):
+        if not Checkpoints(begin_afresh(config), {}):
             method.load_state_dict(train_diffusion(config, device, digits).state_dict())  # or what is left of it
             config = dataclasses.replace(config, resume=False)
 

@@ -56,7 +56,7 @@ def run(monkeypatch):
     def run(script: str, folder: Path, devices: int, **options) -> Run:
         states, histories, programs = [], [], []
 
-        def train(config, state, train_step, make_batch):
+        def train(config, state, train_step, make_batch, **options):
             program = None
 
             def watched_step(state, *batch):
@@ -72,7 +72,8 @@ def run(monkeypatch):
                     program = train_step.lower(state, *batch).compile()
                 return program(state, *batch)
 
-            result = consistency.training_jax.train(config, state, watched_step, make_batch, jax.devices()[:devices])
+            on = jax.devices()[:devices]
+            result = consistency.training_jax.train(config, state, watched_step, make_batch, on, **options)
             assert all(part.devices() == {jax.devices()[0]} for part in jax.tree.leaves(result[0]))
             states.append(jax.tree.map(np.array, result[0]))  # copies: the next call donates them
             histories.append(result[1])

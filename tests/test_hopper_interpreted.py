@@ -433,7 +433,6 @@ MUTANTS = {  # and whether it takes late copies to notice
         False,
     ),
     "outputs-not-waited-for": ("wait(memory.full, at)", "pass", True),
-    "outputs-given-back-early": ("wait(memory.full, at)", "give_back(memory.empty, at)", False),
     "outputs-of-other-rows": ("row + I // KINDS * GROUP_ROWS", "row", False),
     "outputs-of-another-warpgroup": ("I // KINDS == i_w", "I // KINDS == 0", False),
     "tangent-of-outputs-ignored": ("t_delta += inner(c, o, LAYOUT)", "pass", False),

@@ -657,7 +657,7 @@ def test_cotangents_that_no_descriptor_describes(cotangent):
     assert any("hopper" in kernel for kernel in launcher.kernels) == (cotangent == "whole")
 
 
-@pytest.mark.parametrize("where", ["operand", "tangent", "cotangent", "nowhere"])
+@pytest.mark.parametrize("where", ["operand", "tangent", "cotangent", "output", "tangent of the output", "nowhere"])
 def test_arrays_that_no_descriptor_describes(where):
     """That begin two bytes late, or have one head with rows as far apart as channels: whichever of a call's."""
     launch = pytest.importorskip("torch_bridge.launch")
@@ -670,12 +670,13 @@ def test_arrays_that_no_descriptor_describes(where):
     x, tx = ([make(name), *(make("other") for _ in range(2)), None] for name in ("operand", "tangent"))
     launcher, o, statistic = Describing(), make("other"), torch.zeros(1, 1, 1024)
     launch.run(launcher, "forward_dual", reference.Case(Problem(0.1)), x, tx=tx)
-    groups = dict(cy=(o, None), cty=(make("cotangent"), None), y=(o, statistic), ty=(o, statistic))
+    groups = dict(cy=(o, None), cty=(make("cotangent"), None))
+    groups |= dict(y=(make("output"), statistic), ty=(make("tangent of the output"), statistic))
     launch.run(
         launcher, "backward_dual", reference.Case(Problem(0.1)), x, tx=tx, **groups, want=(True, True, True, False) * 2
     )
     hopper = [kernel for kernel in launcher.kernels if "hopper" in kernel]
-    assert bool(hopper) == (where in ("nowhere", "cotangent"))  # the forward has no cotangent
+    assert bool(hopper) == (where not in ("operand", "tangent"))  # the forward has these alone
     assert any(kernel.endswith("hopper.backward") for kernel in hopper) == (where == "nowhere")
 
 

@@ -146,7 +146,7 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
         a and (_by_length(launcher, _as(a[0], x.value)), a[1] if a[1] is None else launcher.contiguous(a[1]))
         for a in (y, ty, cy, cty)
     )
-    through_descriptors = (*x[:3], *t_x[:3], cy[0], cty[0])
+    through_descriptors = (*x[:3], *t_x[:3], cy[0], cty[0], y and y[0], ty and ty[0])
     if any(a is not None and not _describable(a) for a in through_descriptors):
         problem = dataclasses.replace(problem, implementation="portable")
     if name.startswith("forward"):

@@ -1,6 +1,5 @@
 """The loop over training steps, whatever takes them: a history, a progress bar, checkpoints and the speed."""
 
-import re
 import shutil
 import statistics
 import time
@@ -16,12 +15,12 @@ from consistency.config import TrainingConfig
 History = list[dict[str, float]]
 
 
-def in_first_stage(config: TrainingConfig) -> bool:
-    """Whether a run of two stages begins, or was stopped before the second, whose checkpoints these would be, had written one."""
+def begin_afresh(config: TrainingConfig) -> Path:
+    """The folder of checkpoints, without what another run left, which a later --resume must not find, unless it is to go on."""
     folder = Path(config.output) / "checkpoints"
     if not config.resume:
-        shutil.rmtree(folder, ignore_errors=True)  # a later --resume must not find what another run left
-    return not any(re.fullmatch(r"\d+(\.pt)?", path.name) for path in folder.glob("*"))
+        shutil.rmtree(folder, ignore_errors=True)
+    return folder
 
 
 def training_loop(

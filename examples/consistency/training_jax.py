@@ -2,7 +2,6 @@
 
 import functools
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from consistency.config import TrainingConfig
-from consistency.loop import History, training_loop
+from consistency.loop import History, begin_afresh, training_loop
 
 Parameters = Any
 LossFunction = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
@@ -75,9 +74,13 @@ class Checkpoints:
         self.manager.save(int(state.step), args=items)
         self.manager.wait_until_finished()  # the next training step donates what is being written
 
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return self.manager.latest_step() is not None
+
     def restore(self, state: TrainState) -> tuple[TrainState, History]:
         """The newest checkpoint, in the structure of `state`."""
-        if self.manager.latest_step() is None:
+        if not self:
             raise FileNotFoundError(f"`resume` needs a checkpoint: there is none in {self.manager.directory}")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), history=ocp.args.JsonRestore())
@@ -112,10 +115,7 @@ def train(
         mesh = Mesh(devices, "batch")
         shards = NamedSharding(mesh, PartitionSpec("batch"))
         state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))  # before a checkpoint is restored alike
-    folder = Path(config.output) / "checkpoints"
-    if not config.resume:
-        shutil.rmtree(folder, ignore_errors=True)  # a manager would not write steps older than those it finds
-    checkpoints = Checkpoints(folder)
+    checkpoints = Checkpoints(begin_afresh(config))  # a manager would not write steps older than those it finds
     history: History = []
     if config.resume:
         state, history = checkpoints.restore(state)

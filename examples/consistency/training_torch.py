@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from consistency.config import TrainingConfig, option
-from consistency.loop import History, training_loop
+from consistency.loop import History, begin_afresh, training_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +66,13 @@ class Checkpoints:
         for path in self._paths()[:-2]:
             path.unlink()
 
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return bool(self._paths())
+
     def restore(self, device: torch.device) -> tuple[int, History]:
         """Brings the state to where the newest checkpoint was."""
-        if not self._paths():
+        if not self:
             raise FileNotFoundError(f"`resume` needs a checkpoint: there is none in {self.folder}")
         checkpoint = torch.load(self._paths()[-1], map_location=device, weights_only=True)
         for name, part in self.state.items():
@@ -111,15 +114,12 @@ def train(
 
     average = AveragedModel(method, avg_fn=moving_average)
     state = {"method": method, "average": average, "optimizer": optimizer, "schedule": schedule}
-    folder = Path(config.output) / "checkpoints"
-    checkpoints = Checkpoints(folder, state)
+    checkpoints = Checkpoints(begin_afresh(config), state)
     start, history = 0, []
     if config.resume:
         start, history = checkpoints.restore(device)
         if may_be_done and start >= config.steps:
             return average.module, history, math.nan
-    elif rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # a later --resume must not find what another run left
 
     loss_module = DistributedDataParallel(method) if processes > 1 else method
     if config.compile:

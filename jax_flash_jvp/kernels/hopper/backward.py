@@ -77,10 +77,11 @@ from jax_flash_jvp.kernels.portable.scores import has
 Options = namedtuple(
     "Options",
     "C T SLOTS GROUPS BUFFERS ROW OUTER PER_SLOT THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB "
-    "USE_TC USE_TE WANT_A WANT_C WANT_TA WANT_TC",
+    "USE_TC USE_TE HAS_D_LSE HAS_TD_LSE WANT_A WANT_C WANT_TA WANT_TC",
 )
 Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
-Statistics = namedtuple("Statistics", "LSE2 MU DELTA T_DELTA")  # to make them: ℓ, μ and the cotangents of ℓ, those of ℓ̇
+# where they are to be made: ℓ itself, μ, the cotangent of ℓ and its tangent
+Statistics = namedtuple("Statistics", "LSE2 MU DELTA T_DELTA")
 # shared: resident rows, the ring, statistics of streamed rows, and the barriers of each
 Memory = namedtuple("Memory", "a c ta tc ring a_full a_empty full empty stats s_full s_empty turn")
 Results = namedtuple("Results", "DA DC TDA TDC PARTS LSE2 DELTA T_DELTA")
@@ -365,11 +366,11 @@ def consume_block(
             b_lse = gl.load(statistics.LSE2 + x, mask=o_a < LA, other=-float("inf"))
             b_delta, b_t_delta, b_at = outer_statistics(i_w, b_at, own_rows, memory, options, x_l)
             b_lse = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
-            if has(FEATURES, "d_lse"):
+            if options.HAS_D_LSE:
                 b_delta -= gl.load(statistics.DELTA + x, mask=o_a < LA, other=0.0)
-            if has(FEATURES, "t_d_lse"):
+            if options.HAS_TD_LSE:
                 b_t_delta -= gl.load(statistics.T_DELTA + x, mask=o_a < LA, other=0.0)
-            first_part = (o_a < LA) & (block.work.first == 0)
+            first_part = (o_a < LA) & (block.work.first == 0)  # the others of a block have the same
             gl.store(results.LSE2 + x, b_lse, mask=first_part)
             gl.store(results.DELTA + x, b_delta, mask=first_part)
             if WANT_TA:
@@ -624,6 +625,7 @@ def backward(
     C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr, HAS_TE: gl.constexpr,
+    HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
 ):  # fmt: skip
     USE_C: gl.constexpr = WANT_A or WANT_TA
@@ -655,6 +657,7 @@ def backward(
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
             C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTER, PER_SLOT, THROUGH_SHARED, TURNS, FEATURES, RAGGED,
-            masks(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, WANT_A, WANT_C, WANT_TA, WANT_TC,
+            masks(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, HAS_D_LSE, HAS_TD_LSE,
+            WANT_A, WANT_C, WANT_TA, WANT_TC,
         ),
     )  # fmt: skip

@@ -25,9 +25,8 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
 AHEAD = 1024  # up to which it has loaded the next block's resident rows as well, if there is room
-OUTER_DUAL = (
-    1024  # up to which the query side of the dual backward computes the row statistics, as that of the backward does
-)
+# Up to which the query side of the dual backward makes the row statistics, as that of the plain one always does.
+OUTER_DUAL = 1024
 # In shorter loops, where rows end within a sector of memory, programs that read the same rows drift apart, and these have left
 # the L2 cache when the last one comes for them: where two arrays are written, so that a program has ROUNDS blocks to twice as
 # many, or where resident rows are loaded ahead.
@@ -35,6 +34,7 @@ DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more tiles than it costs: so many,
 # by width, to launch what puts the parts together, and one for each part of a block.
 SHARING, PART = {32: 3, 64: 3, 96: 6, 128: 6}, 1
+OUTER = " outer"  # the word for a query side that makes the row statistics
 MERGED_ROWS = 16  # that a program puts together
 
 
@@ -264,8 +264,8 @@ class _Call:
                 TURNS=ring.turns, RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
-        parts, more = got[len(outputs)], got[len(outputs) + 1 :]
-        got = [None if o is None else a for o, a in zip(outputs, got, strict=False)]
+        got, (parts, *more) = got[: len(outputs)], got[len(outputs) :]
+        got = [None if o is None else a for o, a in zip(outputs, got, strict=True)]
         if whole < blocks:
             heads, length = (self.key_heads, self.key_length) if by_key else (self.query_heads, self.query_length)
             places = [i for i, a in enumerate(got) if a is not None]
@@ -317,46 +317,49 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     query = ((x.query, tx.query), (d_o, t_d_o))
     key = ((x.key, tx.key), (x.value, tx.value))
 
-    def side(ring: Ring, row: bool, wants, statistics, outer: bool = False) -> tuple:
+    def side(ring: Ring, row: bool, wants, statistics, words: str = "") -> tuple:
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
         arrays = ((a, GROUP), (c, GROUP), (b, ring.tile), (e, ring.tile))
         tangents = [(p if t is None else t, n) for (p, n), t in zip(arrays, (ta, tc, tb, te), strict=True)]
-        outputs = (o if outer else None, GROUP), (t_o if outer and dual else None, GROUP)
-        descriptors = call.rows(*arrays, *tangents, *outputs)
+        outer = words == OUTER
+        outputs = [(a if outer else None, GROUP) for a in (o, t_o)]
+        made = [call.statistic, call.statistic, call.statistic if dual else None] if outer else [None] * 3
         like = call.output if row else call.key_gradient
         wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(
-            backward_kernels.backward, ring, not row, descriptors, statistics,
-            [like if w else None for w in wants], Merge(merge_kernels.merge_backward, wanted, sum(wants)),
-            [call.statistic if outer and w else None for w in (True, True, dual)],
-            outer_words if outer else "" if row or dual else " last-first", T=ring.tile, ROW=row,
-            HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None, **wanted,
+            backward_kernels.backward, ring, not row, call.rows(*arrays, *tangents, *outputs), statistics,
+            [like if w else None for w in wants], Merge(merge_kernels.merge_backward, wanted, sum(wants)), made, words,
+            T=ring.tile, ROW=row,
+            HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
+            HAS_D_LSE=outer and d_lse is not None, HAS_TD_LSE=outer and t_d_lse is not None, **wanted,
         )  # fmt: skip
 
     d = call.width
     dq = t_dq = dk = dv = t_dk = t_dv = None
     wants = (want[0], False, want_tangent[0], False)
     ring = call.ring(QUERY_SIDE[d, _kind(want[0], want_tangent[0])])
-    length, pairs = call.tiles(ring, False) * ring.tile, dual and (tx.key is not None or tx.value is not None)
+    length, pairs = call.tiles(ring, False) * ring.tile, tx.key is not None or tx.value is not None
     if dual:
         outer = want_tangent[0] and pairs and length <= OUTER_DUAL and not call.drifts(length)
     else:
-        outer = want[0] and ring.tile >= GROUP
+        outer = want[0]
     if outer:
-        outer_words = " outer" + " d_lse" * (d_lse is not None) + " t_d_lse" * (dual and t_d_lse is not None)
-        dq, _, t_dq, _, *outside = side(ring, True, wants, (log_sum_exp, mu, d_lse, t_d_lse), True)
-        statistics = outside[0], mu, outside[1], outside[2]
+        dq, _, t_dq, _, *made = side(ring, True, wants, (log_sum_exp, mu, d_lse, t_d_lse), OUTER)
+        lse2, delta, t_delta = made
     else:
         lse2, delta, t_delta = portable._statistics(
             call.portable, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual
         )
-        statistics = lse2, mu, delta, t_delta
         if any(wants):
-            dq, _, t_dq, _ = side(ring, True, wants, statistics)[:4]
+            dq, _, t_dq, _, *_ = side(ring, True, wants, (lse2, mu, delta, t_delta))
     wants = (want[1], want[2], want_tangent[1], want_tangent[2])
     kind = _kind(any(wants[:2]), any(wants[2:]))
-    key_side = lambda ring, wants: side(call.ring(ring, True), False, wants, statistics)[:4]
+
+    def key_side(ring: Ring, wants) -> tuple:
+        order = "" if dual else " last-first"  # beginning with rows that the query side has just read
+        return side(call.ring(ring, True), False, wants, (lse2, mu, delta, t_delta), order)[:4]
+
     if any(wants) and (d, kind) in KEY_SIDE:
         dk, dv, t_dk, t_dv = key_side(KEY_SIDE[d, kind], wants)
     else:

@@ -1,11 +1,11 @@
 """The ring of shared-memory tiles between the producer warp and the consumer warpgroups.
 
-The producer fills slots by TMA, each with a tile and below it that of its tangent, if there is one, in the order in which the
-consumers read them; barrier `full[slot]` says that all of it has landed, `empty[slot]` that every consumer is done with it.
-Descriptors are four-dimensional, [B, H, L, D], so that strided inputs need no copy; rows past L, and channels that an array has
-fewer of than its tiles, arrive as zeros.  Tiles are in as many parts of their columns as products have (`column_widths` in
-`products.py`), one or two, each with a descriptor and shared memory of its own: so rows of 72 channels take the room and the
-traffic of 64 + 16, not of 128.
+The producer fills slots by TMA, each with a tile and below it that of its tangent, if there is one, or with rows of o for the
+row statistics, in the order in which the consumers read them; barrier `full[slot]` says that all of it has landed,
+`empty[slot]` that every consumer is done with it.  Descriptors are four-dimensional, [B, H, L, D], so that strided inputs need
+no copy; rows past L, and channels that an array has fewer of than its tiles, arrive as zeros.  Tiles are in as many parts of
+their columns as products have (`column_widths` in `products.py`), one or two, each with a descriptor and shared memory of its
+own: so rows of 72 channels take the room and the traffic of 64 + 16, not of 128.
 """
 
 from collections import namedtuple

@@ -20,7 +20,8 @@ Item = namedtuple("Item", "block first end place")  # the number of a block, its
 @gluon.jit
 def own_block(i, call, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
     """(block, batch entry and head) of number i.  Under causality the longest blocks, first or last, of a few heads go
-    before the shorter: head after head, the last ones would begin a long block when others are done."""
+    before the shorter: head after head, the last ones would begin a long block when others are done.  Where all are alike, they
+    may go from the last to the first."""
     if has(FEATURES, "right"):
         first = i // (TOGETHER * n_blocks) * TOGETHER
         heads = gl.minimum(call.n // n_blocks - first, TOGETHER)
