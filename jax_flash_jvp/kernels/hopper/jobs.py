@@ -357,7 +357,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     kind = _kind(any(wants[:2]), any(wants[2:]))
 
     def key_side(ring: Ring, wants) -> tuple:
-        order = "" if dual else " last-first"  # beginning with rows that the query side has just read
+        order = " last-first" if call.alike and not dual else ""  # from rows on that the query side has just read
         return side(call.ring(ring, True), False, wants, (lse2, mu, delta, t_delta), order)[:4]
 
     if any(wants) and (d, kind) in KEY_SIDE:
