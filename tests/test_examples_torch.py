@@ -84,7 +84,11 @@ def test_stopped_in_the_first_stage(script, done, tmp_path, monkeypatch):
     if not done:
         (last,) = checkpoints.glob("4*")
         last.unlink() if last.is_file() else shutil.rmtree(last)
+    module, steps = __import__(script), []
+    batch = module.training_batch
+    monkeypatch.setattr(module, "training_batch", lambda *args: steps.append(args[-1]) or batch(*args))
     resumed = run(script, tmp_path / "resumed", monkeypatch, **options, resume=True)
+    assert steps == [*([] if done else [2, 3]), *range(4)]
     for figure in ("steps", "loss", "quality"):
         assert resumed[figure] == whole[figure]
 

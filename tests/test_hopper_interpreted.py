@@ -211,7 +211,7 @@ def test_programs_in_waves(monkeypatch, shared, change):
     with pytest.raises(AssertionError) if change else contextlib.nullcontext():
         check(problem(72, False), *operands((2, 250, 140, 4, 4, 72)), launcher=launcher)
         alone, both = " persistent" + " shared" * shared, " persistent ahead" + " shared" * shared
-        launched = {(name, words.partition(" outer")[0], n) for name, words, n in launcher.launched}
+        launched = {(name, words.partition(" statistics")[0], n) for name, words, n in launcher.launched}
         assert {(name, *launch) for name in ("forward", "backward") for launch in ((alone, 3), (both, 6))} <= launched
 
 

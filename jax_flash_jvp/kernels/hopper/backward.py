@@ -9,10 +9,10 @@ A block is 64 resident rows for each of the GROUPS consumer warpgroups, and stre
 and, with w = ṡ − μ,  ṡ = a ḃᵀ + ȧ bᵀ,  ḋs = p∘(c ėᵀ + ċ eᵀ − δ̇) + ds∘w,  ḋa += ḋs b + ds ḃ,  ḋc += p ė + (p∘w) e.
 
 ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side.  That may make them, ℓ in base 2,
-δ and δ̇, for the key side too (OUTER): then o and ȯ of its rows come through the ring, before anything is streamed.  Statistics of
-streamed rows come through shared memory, by the producer, where tangents are wanted or there are three warpgroups, else from
-memory.  A tile of b and of ḃ lie one below the other, so that one product has both a bᵀ and a ḃᵀ, with half the reading of a;
-c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with what is taken off or added.
+δ and δ̇, for the key side too ("statistics"): then o and ȯ of its rows come through the ring, before anything is streamed.
+Statistics of streamed rows come through shared memory, by the producer, where tangents are wanted or there are three warpgroups,
+else from memory.  A tile of b and of ḃ lie one below the other, so that one product has both a bᵀ and a ḃᵀ, with half the
+reading of a; c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with what is taken off or added.
 """
 
 from collections import namedtuple
@@ -46,6 +46,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     LOG2E,
     accumulated,
     halves,
+    log2_sum_exp,
     parts,
     product_layout,
     scaled,
@@ -76,7 +77,7 @@ from jax_flash_jvp.kernels.portable.scores import has
 # constants: USE_… of c, w and the tangents follow from which there are and what is wanted
 Options = namedtuple(
     "Options",
-    "C T SLOTS GROUPS BUFFERS ROW OUTER PER_SLOT THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB "
+    "C T SLOTS GROUPS BUFFERS ROW OUTPUTS PER_SLOT THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB "
     "USE_TC USE_TE HAS_D_LSE HAS_TD_LSE WANT_A WANT_C WANT_TA WANT_TC",
 )
 Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
@@ -211,7 +212,7 @@ def stage_statistics(statistics, x, m_x, memory, s_at, options):
 @gluon.jit
 def load_outputs(arrays, i_b, i_a, row, memory, at, options):
     """o, and ȯ where tangents are wanted: 64 rows of each for one warpgroup after the other."""
-    N: gl.constexpr = options.OUTER
+    N: gl.constexpr = options.OUTPUTS
     PER_SLOT: gl.constexpr = options.PER_SLOT
     KINDS: gl.constexpr = N // options.GROUPS
     for I in gl.static_range(N):
@@ -229,9 +230,9 @@ def load_outputs(arrays, i_b, i_a, row, memory, at, options):
 
 
 @gluon.jit
-def outer_statistics(i_w: gl.constexpr, at, own_rows, memory, options, LAYOUT: gl.constexpr):
+def statistics_of_outputs(i_w: gl.constexpr, at, own_rows, memory, options, LAYOUT: gl.constexpr):
     """(rowsum(d_o∘o), rowsum(ḋ_o∘o + d_o∘ȯ)) of the rows of a warpgroup."""
-    N: gl.constexpr = options.OUTER
+    N: gl.constexpr = options.OUTPUTS
     PER_SLOT: gl.constexpr = options.PER_SLOT
     KINDS: gl.constexpr = N // options.GROUPS
     delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
@@ -265,9 +266,9 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
     i_b, i_a = block.i_b, block.i_a
     a_row = block.i_block * (options.GROUPS * GROUP_ROWS)
     # as in forward.py; o is of no use without d_o, which must not wait for slots that o takes
-    ROOM: gl.constexpr = options.OUTER <= (SLOTS - 2) * options.PER_SLOT
+    ROOM: gl.constexpr = options.OUTPUTS <= (SLOTS - 2) * options.PER_SLOT
     AFTER: gl.constexpr = has(FEATURES, "persistent") and options.BUFFERS == 1 and ROOM
-    if options.OUTER > 0:
+    if options.OUTPUTS > 0:
         at = load_outputs(arrays, i_b, i_a, a_row, memory, at, options)
     if not AFTER:
         load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
@@ -362,10 +363,10 @@ def consume_block(
     if ROW:
         o_a = a_start + gl.arange(0, GROUP_ROWS, layout=x_l)
         x = (i_b * HA + i_a).to(gl.int64) * LA + o_a
-        if options.OUTER > 0:
+        if options.OUTPUTS > 0:
             b_lse = gl.load(statistics.LSE2 + x, mask=o_a < LA, other=-float("inf"))
-            b_delta, b_t_delta, b_at = outer_statistics(i_w, b_at, own_rows, memory, options, x_l)
-            b_lse = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
+            b_delta, b_t_delta, b_at = statistics_of_outputs(i_w, b_at, own_rows, memory, options, x_l)
+            b_lse = log2_sum_exp(b_lse)
             if options.HAS_D_LSE:
                 b_delta -= gl.load(statistics.DELTA + x, mask=o_a < LA, other=0.0)
             if options.HAS_TD_LSE:
@@ -638,7 +639,7 @@ def backward(
         WANT_TA or WANT_TC or GROUPS == 3
     )  # else the few that are needed come straight from memory, if there are registers for them
     # 64 rows of o and of ȯ, so many times for a block, so many in a slot
-    OUTER: gl.constexpr = GROUPS * (2 if WANT_TA else 1) if has(FEATURES, "outer") else 0
+    OUTPUTS: gl.constexpr = GROUPS * (2 if WANT_TA else 1) if has(FEATURES, "statistics") else 0
     PER_SLOT: gl.constexpr = T * (2 if USE_TB or USE_TE else 1) // GROUP_ROWS
     PAIRS: gl.constexpr = SLOTS // (2 if USE_TB or USE_TE else 1)
     RESIDENT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
@@ -649,14 +650,14 @@ def backward(
         Arrays(
             described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),
             described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
-            described(o_d, o_r) if OUTER > 0 else described(a_d, a_r),
-            described(to_d, to_r) if OUTER > 0 and WANT_TA else described(a_d, a_r),
+            described(o_d, o_r) if OUTPUTS > 0 else described(a_d, a_r),
+            described(to_d, to_r) if OUTPUTS > 0 and WANT_TA else described(a_d, a_r),
         ), Statistics(LSE2, MU, DELTA, T_DELTA),
         Results(DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT), scale,
         Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
-            C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTER, PER_SLOT, THROUGH_SHARED, TURNS, FEATURES, RAGGED,
+            C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTPUTS, PER_SLOT, THROUGH_SHARED, TURNS, FEATURES, RAGGED,
             masks(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, HAS_D_LSE, HAS_TD_LSE,
             WANT_A, WANT_C, WANT_TA, WANT_TC,
         ),

@@ -38,6 +38,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     accumulated,
     halves,
     increased,
+    log2_sum_exp,
     parts,
     product_layout,
     rescaled,
@@ -69,9 +70,8 @@ from jax_flash_jvp.kernels.hopper.visibility import (
 from jax_flash_jvp.kernels.hopper.work import Call, item, items, own_block, part_rows, part_statistic
 from jax_flash_jvp.kernels.portable.scores import has
 
-Options = namedtuple(
-    "Options", "C BN SLOTS GROUPS BUFFERS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR"
-)  # constants
+# constants
+Options = namedtuple("Options", "C BN SLOTS GROUPS BUFFERS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")
 Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors, of the parts of each
 Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn")  # shared: resident rows, the ring, barriers
 Results = namedtuple("Results", "O LSE TO MU PARTS")
@@ -253,7 +253,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     if LINEAR:
         o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
         b_lse = gl.load(SAVED + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
-        b_m = gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
+        b_m = log2_sum_exp(b_lse)
     else:
         b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)

@@ -26,7 +26,7 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 PERSISTENT = {"forward": 8192, "backward": 4096}
 AHEAD = 1024  # up to which it has loaded the next block's resident rows as well, if there is room
 # Up to which the query side of the dual backward makes the row statistics, as that of the plain one always does.
-OUTER_DUAL = 1024
+STATISTICS_DUAL = 1024
 # In shorter loops, where rows end within a sector of memory, programs that read the same rows drift apart, and these have left
 # the L2 cache when the last one comes for them: where two arrays are written, so that a program has ROUNDS blocks to twice as
 # many, or where resident rows are loaded ahead.
@@ -34,7 +34,7 @@ DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more tiles than it costs: so many,
 # by width, to launch what puts the parts together, and one for each part of a block.
 SHARING, PART = {32: 3, 64: 3, 96: 6, 128: 6}, 1
-OUTER = " outer"  # the word for a query side that makes the row statistics
+STATISTICS = " statistics"  # the word for a query side that makes those of its rows
 MERGED_ROWS = 16  # that a program puts together
 
 
@@ -322,9 +322,9 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
         arrays = ((a, GROUP), (c, GROUP), (b, ring.tile), (e, ring.tile))
         tangents = [(p if t is None else t, n) for (p, n), t in zip(arrays, (ta, tc, tb, te), strict=True)]
-        outer = words == OUTER
-        outputs = [(a if outer else None, GROUP) for a in (o, t_o)]
-        made = [call.statistic, call.statistic, call.statistic if dual else None] if outer else [None] * 3
+        makes = words == STATISTICS
+        outputs = [(a if makes else None, GROUP) for a in (o, t_o)]
+        made = [call.statistic, call.statistic, call.statistic if dual else None] if makes else [None] * 3
         like = call.output if row else call.key_gradient
         wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(
@@ -332,7 +332,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
             [like if w else None for w in wants], Merge(merge_kernels.merge_backward, wanted, sum(wants)), made, words,
             T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
-            HAS_D_LSE=outer and d_lse is not None, HAS_TD_LSE=outer and t_d_lse is not None, **wanted,
+            HAS_D_LSE=makes and d_lse is not None, HAS_TD_LSE=makes and t_d_lse is not None, **wanted,
         )  # fmt: skip
 
     d = call.width
@@ -341,11 +341,11 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     ring = call.ring(QUERY_SIDE[d, _kind(want[0], want_tangent[0])])
     length, pairs = call.tiles(ring, False) * ring.tile, tx.key is not None or tx.value is not None
     if dual:
-        outer = want_tangent[0] and pairs and length <= OUTER_DUAL and not call.drifts(length)
+        makes = want_tangent[0] and pairs and length <= STATISTICS_DUAL and not call.drifts(length)
     else:
-        outer = want[0]
-    if outer:
-        dq, _, t_dq, _, *made = side(ring, True, wants, (log_sum_exp, mu, d_lse, t_d_lse), OUTER)
+        makes = want[0]
+    if makes:
+        dq, _, t_dq, _, *made = side(ring, True, wants, (log_sum_exp, mu, d_lse, t_d_lse), STATISTICS)
         lse2, delta, t_delta = made
     else:
         lse2, delta, t_delta = portable._statistics(

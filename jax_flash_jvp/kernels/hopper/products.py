@@ -86,6 +86,12 @@ def settled(b_x, p):
 
 
 @gluon.jit
+def log2_sum_exp(b_lse):
+    """As in `portable/scores.py`."""
+    return gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
+
+
+@gluon.jit
 def by_row(b_r, b_x):
     """[GROUP_ROWS, 1], of a number for each row, to go with x."""
     return gl.expand_dims(gl.convert_layout(b_r, gl.SliceLayout(1, b_x.type.layout)), 1)
