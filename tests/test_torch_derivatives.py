@@ -21,7 +21,11 @@ from torch.func import (  # noqa: E402
     vmap,
 )
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import (  # noqa: E402
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from test_torch_attention import NumpyLauncher  # noqa: E402
@@ -333,6 +337,21 @@ def test_checkpoint_of_a_plain_step(reentrant):
     )
     want = lambda: gradients(Model(naive), lambda net: plain_loss(net, *batch()))
     check(lambda: step(sdpa), want, "FFFFBB")
+
+
+def test_selective_checkpoint_saves_attention():
+    """By the policy of the README: the forward is not launched again."""
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if "torch_bridge" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def step(net):
+        contexts = lambda: create_selective_checkpoint_contexts(policy)
+        f = lambda *data: plain_loss(net, *data)
+        return checkpoint(f, *requiring(batch()), use_reentrant=False, context_fn=contexts)
+
+    want = lambda: gradients(Model(naive), lambda net: plain_loss(net, *batch()))
+    check(lambda: gradients(Model(), step), want, "FFBB")
 
 
 @pytest.mark.parametrize(("derivative", "reentrant"), [(by_func, False), (by_func, True), (by_level, False)])
