@@ -17,6 +17,7 @@ Only names that JAX exports outside `jax._src` are used.
 """
 
 import collections
+import contextlib
 import functools
 import math
 import warnings
@@ -49,6 +50,11 @@ def leaves_like(tree: Any, other: Any) -> list[Any]:
         parts = [None] * len(tree) if other is None else other
         return [leaf for a, b in zip(tree, parts, strict=True) for leaf in leaves_like(a, b)]
     return [] if tree is None else [other]
+
+
+def _float64_if(arrays: Iterable[Any]) -> Any:
+    """JAX's float64, if there is any: arrays may come from where it was enabled to where it no longer is."""
+    return jax.enable_x64(True) if any(a.dtype == jnp.float64 for a in arrays) else contextlib.nullcontext()
 
 
 def is_zero(tangent: Any) -> bool:
@@ -178,7 +184,8 @@ class KernelPrimitive:
     def _lower(self, implementation: Callable, ctx: Any, *values: Any, **params: Any) -> Any:
         ctx, divided = _divided(ctx)
         flat = functools.partial(self._flat, functools.partial(implementation, divided=divided))
-        return mlir.lower_fun(flat, multiple_results=True)(ctx, *values, **params)
+        with _float64_if(ctx.avals_in):
+            return mlir.lower_fun(flat, multiple_results=True)(ctx, *values, **params)
 
     def _flat(self, implementation: Callable, *leaves: Any, tree: Any, **static: Any) -> list[Any]:
         run = lambda *leaves: tree_leaves(implementation(*tree_unflatten(tree, leaves), **static))
@@ -195,7 +202,7 @@ class KernelPrimitive:
     def _eager(self, *leaves: Any, **params: Any) -> Any:
         eager_calls[self.name] += 1
         # else the jitted bind would come back here, also where JAX looks for NaN
-        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False), _float64_if(leaves):
             results = _bind_jitted(*leaves, primitive=self.primitive, params=tuple(params.items()))
         if jax.config.jax_debug_nans and any(bool(jnp.isnan(a).any()) for a in results):  # type: ignore[attr-defined]
             raise FloatingPointError(f"invalid value (nan) encountered in {self.name}")

@@ -3,11 +3,14 @@
 Control flow, rematerialisation and several devices are in test_control_flow.py.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import oracle
 from jax_flash_jvp import dot_product_attention
 from oracle import normal
 
@@ -299,3 +302,29 @@ def test_only_wanted_gradients_are_computed():
         _, parameters = bound(jax.grad(loss(dot_product_attention), argnums), "backward")
         wanted = {i for i, w in enumerate(parameters["want"]) if w}
         assert wanted == set(np.atleast_1d(argnums))
+
+
+def test_float64_enabled_around_the_call_alone():
+    """What is lowered, or applied, where it is no longer enabled stays float64."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 4)), jnp.float32)
+
+    def within(attention, x):
+        with jax.enable_x64(True):
+            wide = x.astype(jnp.float64) * 1e3 + 1e5  # scores whose differences float32 does not tell
+            y = attention(wide * 1e-4, wide, wide - 1e5)
+        return y.astype(jnp.float32)
+
+    def check(run):
+        got, expected = run(dot_product_attention), run(oracle.attention)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+    check(lambda a: jax.jit(functools.partial(within, a))(x))
+    check(lambda a: jax.jit(lambda x: jax.jvp(functools.partial(within, a), (x,), (x,))[1])(x))
+    check(lambda a: jax.grad(lambda x: within(a, x).sum())(x))
+    with jax.enable_x64(True):
+        wide = x.astype(jnp.float64)
+        _, pull = jax.vjp(lambda x: dot_product_attention(x, x, x), wide)
+        expected = jax.vjp(lambda x: oracle.attention(x, x, x), wide)[1](wide)[0]
+    got = pull(wide)[0]
+    assert got.dtype == jnp.float64
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
