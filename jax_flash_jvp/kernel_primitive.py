@@ -52,11 +52,6 @@ def leaves_like(tree: Any, other: Any) -> list[Any]:
     return [] if tree is None else [other]
 
 
-def _float64_if(arrays: Iterable[Any]) -> Any:
-    """JAX's float64, if there is any: arrays may come from where it was enabled to where it no longer is."""
-    return jax.enable_x64(True) if any(a.dtype == jnp.float64 for a in arrays) else contextlib.nullcontext()
-
-
 def is_zero(tangent: Any) -> bool:
     return (
         tangent is None
@@ -149,6 +144,11 @@ def _divided(ctx: Any) -> tuple[Any, bool | str]:
 # ---------------------------------------------------------------------------------------------- the primitive
 
 
+def _float64_if(arrays: Iterable[Any]) -> Any:
+    """JAX's float64, if there is any: arrays may come from where it was enabled to where it no longer is."""
+    return jax.enable_x64(True) if any(a.dtype == jnp.float64 for a in arrays) else contextlib.nullcontext()
+
+
 class KernelPrimitive:
     """`shapes(*args, **static)` gives the pytree of results, each by `result`; `implementations` maps platforms to functions
     of the same arguments in JAX terms, and of `divided`, see `_divided`; "default" serves the platforms that are not named.
@@ -202,7 +202,7 @@ class KernelPrimitive:
     def _eager(self, *leaves: Any, **params: Any) -> Any:
         eager_calls[self.name] += 1
         # else the jitted bind would come back here, also where JAX looks for NaN
-        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False), _float64_if(leaves):
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
             results = _bind_jitted(*leaves, primitive=self.primitive, params=tuple(params.items()))
         if jax.config.jax_debug_nans and any(bool(jnp.isnan(a).any()) for a in results):  # type: ignore[attr-defined]
             raise FloatingPointError(f"invalid value (nan) encountered in {self.name}")
@@ -293,7 +293,8 @@ class KernelPrimitive:
                     full[i] = leaf
                 return self._flat(reference, *full, tree=tree, **static)
 
-            _, t_out = jax.jvp(along, [leaves[i] for i in moving], [t_leaves[i] for i in moving])
+            with _float64_if(leaves):
+                _, t_out = jax.jvp(along, [leaves[i] for i in moving], [t_leaves[i] for i in moving])
             return self(*args, **static), tree_unflatten(self.out_tree(leaves, tree, static), t_out)
 
 

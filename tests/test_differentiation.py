@@ -310,9 +310,13 @@ def test_float64_enabled_around_the_call_alone():
 
     def within(attention, x):
         with jax.enable_x64(True):
-            wide = x.astype(jnp.float64) * 1e3 + 1e5  # scores whose differences float32 does not tell
-            y = attention(wide * 1e-4, wide, wide - 1e5)
+            value = x.astype(jnp.float64)
+            key = 1e4 + 1e-5 * value  # scores of 10⁸ that float32 does not tell apart
+            y = attention(jnp.full_like(key, 1e4), key, value)
         return y.astype(jnp.float32)
+
+    def second(f):
+        return jax.grad(lambda x: jnp.sin(jax.grad(lambda x: jnp.sin(f(x)).sum())(x)).sum())
 
     def check(run):
         got, expected = run(dot_product_attention), run(oracle.attention)
@@ -321,6 +325,7 @@ def test_float64_enabled_around_the_call_alone():
     check(lambda a: jax.jit(functools.partial(within, a))(x))
     check(lambda a: jax.jit(lambda x: jax.jvp(functools.partial(within, a), (x,), (x,))[1])(x))
     check(lambda a: jax.grad(lambda x: within(a, x).sum())(x))
+    check(lambda a: jax.jvp(second(functools.partial(within, a)), (x,), (x,))[1])
     with jax.enable_x64(True):
         wide = x.astype(jnp.float64)
         _, pull = jax.vjp(lambda x: dot_product_attention(x, x, x), wide)
