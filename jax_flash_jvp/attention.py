@@ -150,7 +150,7 @@ def dot_product_attention(
     problem = Problem(
         scale=number("scale", scale, x.query.shape[-1] ** -0.5),
         is_causal=_flag("is_causal", is_causal),
-        window=window_of(local_window_size),
+        window=_window(local_window_size),
         lower_right=lower_right_of(causal_alignment),
         soft_cap=None if logits_soft_cap is None else soft_cap_of(number("logits_soft_cap", logits_soft_cap, 0.0)),
         dropout_rate=rate,
@@ -244,6 +244,12 @@ def _seed(key: Any, batch: int) -> jax.Array:
     except (TypeError, ValueError) as error:
         got = f"{type(key).__name__} of shape {np.shape(key)}"
         raise TypeError(f"`dropout_key` must be one key of jax.random: got {got}") from error
+
+
+def _window(size: Any) -> tuple[int | None, int | None] | None:
+    if any(isinstance(n, jax.core.Tracer) for n in jax.tree.leaves(size)):
+        raise TypeError("`local_window_size` must be known when the call is traced; make it a static argument")
+    return window_of(size)
 
 
 def _flag(name: str, value: Any) -> bool:

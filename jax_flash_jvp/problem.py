@@ -12,7 +12,7 @@ where `*` stands for the leading axes that vmap adds, and K divides N (grouped-q
 
 import dataclasses
 import math
-import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,15 +90,18 @@ def dtype_of(array: Any) -> str:
 
 def window_of(size: Any) -> tuple[int | None, int | None] | None:
     """`Problem.window` from `local_window_size`: None, one number for both sides, or a pair of numbers or None."""
-
-    def is_integer(n: Any) -> bool:
-        return isinstance(n, numbers.Integral) and not isinstance(n, bool)
-
     pair = size if isinstance(size, tuple | list) else (size, size)
-    if len(pair) != 2 or not all(n is None or is_integer(n) for n in pair):
-        raise TypeError(f"`local_window_size` must be an integer or a pair of integers or None: got {size!r}")
-    left, right = (n if n is None else int(n) for n in pair)
+    try:
+        left, right = (n if n is None else _integer_of(n) for n in pair)
+    except (TypeError, ValueError):
+        raise TypeError(f"`local_window_size` must be an integer or a pair of integers or None: got {size!r}") from None
     return None if left is right is None else (left, right)
+
+
+def _integer_of(n: Any) -> int:
+    if isinstance(n, bool):
+        raise TypeError
+    return operator.index(n)
 
 
 def lower_right_of(alignment: Any) -> bool:
@@ -179,9 +182,8 @@ def _check_dtypes(x: Operands) -> None:
                 f"`{name}` must have the dtype of `query`: got {dtype_of(array)} and {dtype}; cast one of them"
             )
     if x.bias is not None and dtype_of(x.bias) not in DTYPES:
-        raise TypeError(
-            f"`bias` must be one of {', '.join(DTYPES)}: got {dtype_of(x.bias)}; a boolean array belongs in `mask`"
-        )
+        remedy = "a boolean array belongs in `mask`" if dtype_of(x.bias) == "bool" else "cast it"
+        raise TypeError(f"`bias` must be one of {', '.join(DTYPES)}: got {dtype_of(x.bias)}; {remedy}")
     if x.mask is not None and dtype_of(x.mask) != "bool":
         raise TypeError(
             f"`mask` must be boolean, True where a query attends: got {dtype_of(x.mask)}; "

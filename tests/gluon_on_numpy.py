@@ -275,6 +275,10 @@ def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
     return block(args[0] * args[1])
 
 
+def static_assert(condition, message=""):
+    assert condition, message
+
+
 place = types.SimpleNamespace(program=0, programs=1, late=False)
 
 
@@ -286,7 +290,8 @@ def allocate(dtype, shape, layout):
 
 language = types.ModuleType("triton.experimental.gluon.language")
 vars(language).update(
-    constexpr=lambda value: value, static_range=range, float32=np.dtype(np.float32), int64=np.dtype(np.int64),
+    constexpr=lambda value: value, static_range=range, static_assert=static_assert,
+    float32=np.dtype(np.float32), int64=np.dtype(np.int64),
     int8=np.dtype(np.int8), bfloat16=np.dtype(jnp.bfloat16), inline_asm_elementwise=inline_asm_elementwise,
     broadcast=np.broadcast_arrays,
     program_id=lambda axis: block(place.program), num_programs=lambda axis: block(place.programs),

@@ -125,7 +125,7 @@ def test_value_with_channels_of_its_own():
 
 def test_numpy_arrays_and_static_arguments_under_jit():
     arrays = [np.float32(a) for a in (QUERY, KEY, VALUE)]
-    eager = dot_product_attention(*arrays, is_causal=np.True_, local_window_size=[2, 1])
+    eager = dot_product_attention(*arrays, is_causal=np.True_, local_window_size=[np.int32(2), jnp.array(1)])
     jitted = jax.jit(dot_product_attention, static_argnames=("is_causal", "local_window_size", "implementation"))
     got = jitted(*float32(QUERY, KEY, VALUE), is_causal=True, local_window_size=(2, 1), implementation="xla")
     np.testing.assert_allclose(got, eager, rtol=1e-6, atol=1e-6)
@@ -231,6 +231,7 @@ ERRORS = {
     "random-keys": (changed(query=jax.random.split(jax.random.key(0), (B, T, N, H))), TypeError, "got key<fry>; cast"),
     "dtypes": (changed(key=jnp.zeros((B, S, K, H), "bfloat16")), TypeError, "got bfloat16 and float32; cast one"),
     "bias-bool": (changed(bias=jnp.ones((T, S), bool)), TypeError, "a boolean array belongs in `mask`"),
+    "bias-integers": (changed(bias=jnp.ones((T, S), int)), TypeError, "float64: got int32; cast it"),
     "mask-float": (changed(mask=(T, S)), TypeError, "pass an additive mask as `bias`"),
     "bias-shape": (changed(bias=(B, N, S, T)), ValueError, "= (2, 4, 5, 7), or have the 2 heads of `key`: got (2, 4, 7, 5)"),
     "bias-rank": (changed(bias=(1, B, N, T, S)), ValueError, "`bias` must have at most four dimensions"),
@@ -317,6 +318,8 @@ def test_errors_under_jit():
             jax.jit(lambda s: dot_product_attention(**changed(), scale=s))(scale)
     with pytest.raises(TypeError, match=r"`is_causal` must be True or False when .* traced; make it a static argument"):
         jax.jit(lambda c: dot_product_attention(**changed(), is_causal=c))(True)
+    with pytest.raises(TypeError, match=r"`local_window_size` must be known when .* traced; make it a static argument"):
+        jax.jit(lambda w: dot_product_attention(**changed(), local_window_size=(w, None)))(3)
     with pytest.raises(ValueError, match=r"`implementation` must be one of .*: got 'cudnn'"):
         dot_product_attention(**changed(), implementation="cudnn")
 

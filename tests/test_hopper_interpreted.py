@@ -92,6 +92,37 @@ def test_every_job(shape, causal, late):
     check(problem(shape[-1], causal), *operands(shape), launcher=gluon_on_numpy.Launcher(late=late))
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_long_loops(monkeypatch, causal, late):
+    """Those of 64 channels whose last product waits for the next tile there alone."""
+    monkeypatch.setattr(hopper, "LONG", 0)
+    launcher = gluon_on_numpy.Launcher(late=late)
+    check(problem(64, causal), *operands((1, 70, 300, 2, 1, 64)), launcher=launcher)
+    assert sum("deferred" in words for _, words, _ in launcher.launched) == 2  # the query side, and a key side
+
+
+DEFERRED_MUTANTS = {
+    "of-another-tile": ("slot_before(b_at, 2, SLOTS)", "slot_before(b_at, 1, SLOTS)"),
+    "before-the-first-tile": (
+        "gl.where(t > t_first, slot_before(b_at, 2, SLOTS), b_at.slot)",
+        "slot_before(b_at, 2, SLOTS)",
+    ),
+    "last-tile-lost": (
+        "if t_first < t_end:\n                        slot",
+        "if t_first < 0:\n                        slot",
+    ),
+    "operand-of-another-tile": ("last = ds", "last = last"),
+    "tangent-of-another-tile": ("last = tds", "last = last"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), DEFERRED_MUTANTS.values(), ids=DEFERRED_MUTANTS)
+def test_broken_deferred_products_fail(old, new):
+    with pytest.raises(AssertionError):
+        check(problem(128, False), *operands((1, 200, 90, 1, 1, 128)), launcher=gluon_on_numpy.Launcher(old, new))
+
+
 @pytest.mark.parametrize(
     "shape",
     [

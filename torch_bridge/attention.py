@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
 
     Raises:
       ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`.
-      TypeError: dtypes that are not supported or differ, a `scale` that is a tensor, an `is_causal` that is no bool.
+      TypeError: dtypes that are not supported or differ, a tensor as `scale` or `dropout_p`, an `is_causal` that is no bool.
       RuntimeError: a derivative that torch.compile or forward_ad would get wrong; the text says what to do instead.
 
     A call with tangents (torch.func.jvp, forward_ad) launches the kernel that computes the output and its tangent

@@ -10,9 +10,9 @@ and, with w = ṡ − μ,  ṡ = a ḃᵀ + ȧ bᵀ,  ḋs = p∘(c ėᵀ + ċ e
 
 ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side.  That may make them, ℓ in base 2,
 δ and δ̇, for the key side too ("statistics"): then o and ȯ of its rows come through the ring, before anything is streamed.
-Statistics of streamed rows come through shared memory, by the producer, where tangents are wanted or there are three warpgroups,
-else from memory.  A tile of b and of ḃ lie one below the other, so that one product has both a bᵀ and a ḃᵀ, with half the
-reading of a; c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with what is taken off or added.
+Statistics of streamed rows come through shared memory, by the producer.  A tile of b and of ḃ lie one below the other, so that
+one product has both a bᵀ and a ḃᵀ, with half the reading of a; c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with
+what is taken off or added.
 """
 
 from collections import namedtuple
@@ -38,6 +38,7 @@ from jax_flash_jvp.kernels.hopper.pipeline import (
     matrix,
     resident_buffers,
     rows_from,
+    slot_before,
     tiles,
     wait,
 )
@@ -52,6 +53,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     scaled,
     score_product,
     settled,
+    settled_before,
     store_rows,
     store_rows_from,
     sums,
@@ -77,7 +79,7 @@ from jax_flash_jvp.kernels.portable.scores import has
 # constants: USE_… of c, w and the tangents follow from which there are and what is wanted
 Options = namedtuple(
     "Options",
-    "C T SLOTS GROUPS BUFFERS ROW OUTPUTS PER_SLOT THROUGH_SHARED TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB "
+    "C T SLOTS GROUPS BUFFERS ROW OUTPUTS PER_SLOT TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB "
     "USE_TC USE_TE HAS_D_LSE HAS_TD_LSE WANT_A WANT_C WANT_TA WANT_TC",
 )
 Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
@@ -95,15 +97,6 @@ STAGES = gl.constexpr(2)  # of statistics in shared memory
 @gluon.jit
 def staged_column(stats, i, LAYOUT: gl.constexpr):
     return gl.expand_dims(stats.index(i).load(LAYOUT), 0)
-
-
-@gluon.jit
-def column(X, row, L, other: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexpr, LAYOUT: gl.constexpr):
-    o_b = row + gl.arange(0, T, layout=LAYOUT)
-    if RAGGED:
-        return gl.expand_dims(gl.load(X + o_b, mask=o_b < L, other=other), 0)
-    else:
-        return gl.expand_dims(gl.load(X + o_b), 0)
 
 
 @gluon.jit
@@ -170,7 +163,7 @@ def visits_of_head(i_g, block, call, selection, options):
         selection, block.i_b, i_h, call, block.i_block, n_blocks, n_tiles, block.bounds, T, options.MASKS, FEATURES
     )  # fmt: skip
     if has(FEATURES, "shared"):
-        visits = within(visits, block.work, i_g, block.group, options.THROUGH_SHARED)
+        visits = within(visits, block.work, i_g, block.group, not options.ROW)
     return visits
 
 
@@ -281,7 +274,7 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
                 t_first, t_end = range_of(visits, MASKED)
                 for t in range(t_first, t_end):
                     row = tile_at(t, visits, MASKED, FEATURES) * T
-                    if options.THROUGH_SHARED:
+                    if not options.ROW:
                         o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([1], [32], [1], [0]))
                         x = (i_b * HQ + i_h).to(gl.int64) * LQ + o_m
                         wait(memory.s_empty, s_at)
@@ -311,6 +304,16 @@ def produce(arrays, statistics, memory, call, selection, options):
 
 
 @gluon.jit
+def added(last, bb, b_da, b_tda, T: gl.constexpr, TANGENT: gl.constexpr):
+    """The sums with the product of ḋS, or else of dS, with b."""
+    b = rows_from(bb, 0, T)
+    if TANGENT:
+        return b_da, accumulated(last, b, b_tda)
+    else:
+        return accumulated(last, b, b_da), b_tda
+
+
+@gluon.jit
 def consume_block(
     i, i_w: gl.constexpr, b_at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options
 ):  # fmt: skip
@@ -319,7 +322,6 @@ def consume_block(
     SLOTS: gl.constexpr = options.SLOTS
     GROUPS: gl.constexpr = options.GROUPS
     ROW: gl.constexpr = options.ROW
-    THROUGH_SHARED: gl.constexpr = options.THROUGH_SHARED
     TURNS: gl.constexpr = options.TURNS
     FEATURES: gl.constexpr = options.FEATURES
     USE_C: gl.constexpr = options.USE_C
@@ -338,17 +340,18 @@ def consume_block(
     x_l: gl.constexpr = gl.SliceLayout(1 if ROW else 0, s_l)
     PADDED_A: gl.constexpr = has(FEATURES, "query_lengths" if ROW else "key_lengths")
     PADDED_B: gl.constexpr = has(FEATURES, "key_lengths" if ROW else "query_lengths")
-    RAGGED: gl.constexpr = options.RAGGED or PADDED_B
     # so many products of each kind are in flight when another is waited for
     N_TS: gl.constexpr = parts(C) if USE_TA else 0
     N_P: gl.constexpr = parts(C) * ((1 if WANT_C else 0) + (1 if WANT_TC and USE_TE else 0))
     N_DS: gl.constexpr = parts(C) * ((1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0))
     N_PW: gl.constexpr = parts(C) if WANT_TC and USE_W else 0
+    # a tile's last product, of ḋS or else of dS with b, is issued with the next tile's scores: nobody waits for it alone
+    DEFERRED: gl.constexpr = has(FEATURES, "deferred") and (WANT_TA or (WANT_A and not WANT_TC))
+    gl.static_assert(not DEFERRED or SLOTS >= 4, "a tile is kept until e of the next is there")
     dtype: gl.constexpr = memory.a[0].dtype
     HQ, GROUP, LQ, LK = call.HQ, call.GROUP, call.LQ, call.LK
     HA = HQ if ROW else HQ // GROUP
     LA = LQ if ROW else LK
-    LB = LK if ROW else LQ
     block = own(i, call, selection, options)
     i_b, i_a, query_end, key_end = block.i_b, block.i_a, block.query_end, block.key_end
     a_start = block.i_block * (GROUPS * GROUP_ROWS) + GROUP_ROWS * i_w
@@ -390,11 +393,12 @@ def consume_block(
     for MASKED in gl.static_range(2):
         if not MASKED or options.MASKS:
             for i_g in range(block.group):
-                x_g = (i_b * HQ + block.i_stream + i_g).to(gl.int64) * LB
                 visits = visits_of_head(i_g, block, call, selection, options)
                 i_h = i_a if ROW else block.i_stream + i_g
                 sight = selected(selection, i_b, i_h, call, query_end, key_end, FEATURES)
                 t_first, t_end = range_of(visits, MASKED)
+                if DEFERRED:
+                    last = gl.convert_layout(zero.to(dtype), p_l)  # there is no tile before the first
                 for t in range(t_first, t_end):
                     j = tile_at(t, visits, MASKED, FEATURES)
                     # an index that the compiler cannot fold: else it keeps every resident descriptor in registers
@@ -417,11 +421,12 @@ def consume_block(
                         if USE_TE:
                             clean(te, j * T, end_b)
 
-                    if not ROW and not THROUGH_SHARED:
-                        lse2 = column(statistics.LSE2 + x_g, j * T, end_b, float("inf"), T, RAGGED, x_l)
                     wait(full, b_at)
                     if TURNS:
                         mbarrier.wait(turn.index(i_w), tick & 1)
+                    if DEFERRED:
+                        slot = gl.where(t > t_first, slot_before(b_at, 2, SLOTS), b_at.slot)
+                        b_da, b_tda = added(last, matrix(memory.ring, slot), b_da, b_tda, T, WANT_TA)
                     if USE_TB:
                         b_s = score_product(a, bb, zeros, False)  # [64, 2 T]
                     else:
@@ -435,11 +440,18 @@ def consume_block(
                             b_dp = score_product(c, e, zero, False)
                     if TURNS:
                         mbarrier.arrive(turn.index((i_w + 1) % GROUPS), count=1)
-                    if THROUGH_SHARED:
+                    if not ROW:
                         wait(memory.s_full, s_at)
                         lse2 = staged_column(stats, 4 * s_at.slot, x_l)
                     seen = looked_up(a_start, j * T, sight, T, ROW, MASKED, FEATURES, s_l)
-                    b_s = warpgroup_mma_wait(parts(C) if USE_C else 0, deps=[b_s])
+                    if DEFERRED:
+                        if WANT_TA:
+                            b_tda, last, b_s = settled_before(b_tda, last, b_s, parts(C))
+                        else:
+                            b_da, last, b_s = settled_before(b_da, last, b_s, parts(C))
+                        mbarrier.arrive(empty.index(slot), count=1, pred=t > t_first)
+                    else:
+                        b_s = warpgroup_mma_wait(parts(C) if USE_C else 0, deps=[b_s])
                     b_ts = zero
                     if USE_TB:
                         b_s, b_ts = halves(b_s)
@@ -448,7 +460,7 @@ def consume_block(
                     if N_P > 0:
                         p = gl.convert_layout(b_p.to(dtype), p_l)
                     if USE_W:
-                        if THROUGH_SHARED:
+                        if not ROW:
                             mu = staged_column(stats, 4 * s_at.slot + 1, x_l)
                         b_ts -= mu * per_scale
                     if USE_TA:
@@ -459,10 +471,8 @@ def consume_block(
                         b_tdc = accumulated(p, te, b_tdc)
 
                     if USE_C:
-                        if THROUGH_SHARED:
+                        if not ROW:
                             delta = staged_column(stats, 4 * s_at.slot + 2, x_l)
-                        elif not ROW:
-                            delta = column(statistics.DELTA + x_g, j * T, end_b, 0.0, T, RAGGED, x_l)
                         b_dp = warpgroup_mma_wait(N_TS + N_P, deps=[b_dp])
                         b_tdp = zero
                         if WANT_TA and USE_TE:
@@ -472,14 +482,16 @@ def consume_block(
                             ds = gl.convert_layout((b_p * b_dp).to(dtype), p_l)
                         if WANT_TA and USE_TB:
                             b_tda = accumulated(ds, tb, b_tda)
-                        if WANT_A:
+                        if DEFERRED and not WANT_TA:
+                            last = ds
+                        elif WANT_A:
                             b_da = accumulated(ds, b, b_da)
                     if USE_TA:
                         b_ts = warpgroup_mma_wait(N_P + N_DS, deps=[b_ts])
                     if USE_W:
                         b_w = b_ts * scale
                     if WANT_TA:
-                        if THROUGH_SHARED:
+                        if not ROW:
                             t_delta = staged_column(stats, 4 * s_at.slot + 3, x_l)
                         b_tdp -= t_delta
                         if USE_W:
@@ -493,13 +505,16 @@ def consume_block(
                         if USE_TC:
                             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
                         tds = gl.convert_layout((b_p * b_tdp).to(dtype), p_l)
-                        b_tda = accumulated(tds, b, b_tda)
+                        if DEFERRED:
+                            last = tds
+                        else:
+                            b_tda = accumulated(tds, b, b_tda)
 
-                    if WANT_TA:
+                    if WANT_TA and not DEFERRED:
                         b_tda, tds = settled(b_tda, tds)
-                    if WANT_A:
+                    if WANT_A and (WANT_TA or not DEFERRED):
                         b_da, ds = settled(b_da, ds)
-                    elif N_DS > 0:
+                    elif N_DS > 0 and WANT_TA:
                         b_tda, ds = settled(b_tda, ds)
                     if WANT_C:
                         b_dc, p = settled(b_dc, p)
@@ -507,13 +522,23 @@ def consume_block(
                         b_tdc, p = settled(b_tdc, p)
                     if N_PW > 0:
                         b_tdc, pw = settled(b_tdc, pw)
-                    if THROUGH_SHARED:
+                    if not ROW:
                         give_back(memory.s_empty, s_at)
                         s_at = advance(s_at, STAGES)
-                    give_back(empty, b_at)
+                    if not DEFERRED:
+                        give_back(empty, b_at)
                     give_back(empty, e_at)
                     b_at = advance(e_at, SLOTS)
                     tick += 1
+                if DEFERRED:
+                    if t_first < t_end:
+                        slot = slot_before(b_at, 2, SLOTS)
+                        b_da, b_tda = added(last, matrix(memory.ring, slot), b_da, b_tda, T, WANT_TA)
+                        if WANT_TA:
+                            b_tda, last = settled(b_tda, last)
+                        else:
+                            b_da, last = settled(b_da, last)
+                        mbarrier.arrive(empty.index(slot), count=1)
     mbarrier.arrive(memory.a_empty.index(own_rows), count=1)
 
     again = i if C <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
@@ -594,7 +619,7 @@ def program(arrays, statistics, results, scale, call, selection, options):
     stats = full
     s_full = full
     s_empty = full
-    if options.THROUGH_SHARED:
+    if not options.ROW:
         stats = gl.allocate_shared_memory(gl.float32, [4 * STAGES, options.T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         s_full = barriers(STAGES, 32)  # every lane of the producer
         s_empty = barriers(STAGES, GROUPS)
@@ -635,9 +660,6 @@ def backward(
     USE_TB: gl.constexpr = HAS_TB and USE_W
     USE_TC: gl.constexpr = HAS_TC and WANT_TA
     USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
-    THROUGH_SHARED: gl.constexpr = not ROW and (
-        WANT_TA or WANT_TC or GROUPS == 3
-    )  # else the few that are needed come straight from memory, if there are registers for them
     # 64 rows of o and of ȯ, so many times for a block, so many in a slot
     OUTPUTS: gl.constexpr = GROUPS * (2 if WANT_TA else 1) if has(FEATURES, "statistics") else 0
     PER_SLOT: gl.constexpr = T * (2 if USE_TB or USE_TE else 1) // GROUP_ROWS
@@ -657,7 +679,7 @@ def backward(
         Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
-            C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTPUTS, PER_SLOT, THROUGH_SHARED, TURNS, FEATURES, RAGGED,
+            C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTPUTS, PER_SLOT, TURNS, FEATURES, RAGGED,
             masks(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, HAS_D_LSE, HAS_TD_LSE,
             WANT_A, WANT_C, WANT_TA, WANT_TC,
         ),

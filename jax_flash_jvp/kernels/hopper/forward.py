@@ -43,6 +43,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     product_layout,
     rescaled,
     row_dot,
+    row_max,
     scaled,
     score_product,
     settled,
@@ -192,12 +193,12 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, MASKED: 
         b_s = score_product(q, kk, zeros, False)
     else:
         b_s = score_product(q, k, zero, False)
-        if HAS_TQ:
-            b_ts = score_product(tq, k, zero, False)
-        if HAS_TK:
-            b_ts = score_product(q, rows_from(kk, BN, BN), b_ts, HAS_TQ)
     if options.TURNS:
         mbarrier.arrive(next_turn, count=1, pred=later)
+    if HAS_TQ and not PAIRED:
+        b_ts = score_product(tq, k, zero, False)
+    if HAS_TK and not PAIRED:
+        b_ts = score_product(q, rows_from(kk, BN, BN), b_ts, HAS_TQ)
     s_l: gl.constexpr = product_layout(BN)
     seen = looked_up(row, k_row, sight, BN, True, MASKED, FEATURES, s_l)
     b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
@@ -213,10 +214,10 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, MASKED: 
 
 
 @gluon.jit
-def softmax(b_s, b_m, b_l, scale, SLACK: gl.constexpr):
-    """(p, its sums, what earlier sums are to be multiplied by, maxima in base 2, all sums) with these scores.  Maxima remain
-    where they grow by no more than SLACK, so that p is at most 2 to that power."""
-    m_new = gl.maximum(b_m, gl.max(b_s, 1) * (scale * LOG2E))
+def softmax(b_s, b_sm, b_m, b_l, scale, SLACK: gl.constexpr):
+    """(p, its sums, what earlier sums are to be multiplied by, maxima in base 2, all sums) with these scores and their maxima.
+    Maxima remain where they grow by no more than SLACK, so that p is at most 2 to that power."""
+    m_new = gl.maximum(b_m, b_sm * (scale * LOG2E))
     if SLACK > 0:
         m_new = gl.where(m_new - b_m <= SLACK, b_m, m_new)
     b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(m_new, 1))
@@ -281,7 +282,9 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
                     b_pl = gl.sum(b_p, 1)
                     b_l += b_pl
                 else:
-                    b_p, b_pl, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, SLACK)
+                    b_p, b_pl, alpha, b_m, b_l = softmax(
+                        b_s, row_max(b_s) if C > 64 else gl.max(b_s, 1), b_m, b_l, scale, SLACK
+                    )
                     b_o = rescaled(b_o, alpha)
                     b_to = rescaled(b_to, alpha)
                 p = gl.convert_layout(b_p.to(memory.q[0].dtype), p_l)
@@ -370,6 +373,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
     FEATURES: gl.constexpr = options.FEATURES
+    SCORES_ALONE: gl.constexpr = C > 96  # in a turn, without P V
     i_b, i_h, row, sight, visits = block
     HQ, LQ = call.HQ, call.LQ
     ring, full, empty, turn = memory.ring, memory.full, memory.empty, memory.turn
@@ -393,7 +397,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             give_back(empty, k_at)
             b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
-            b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, 0)
+            b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, scale, 0)
             b_o = scaled(b_o, alpha)
             p = gl.convert_layout(b_p.to(memory.q[0].dtype), p_l)
             v_at = advance(k_at, SLOTS)
@@ -406,18 +410,20 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
                     mbarrier.wait(turn.index(w), tick & 1)
                 k = matrix(ring, k_at.slot)
                 b_s = score_product(q, k, zero, False)
+                if TURNS and SCORES_ALONE:
+                    mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 wait(full, v_at)
                 v = matrix(ring, v_at.slot)
                 if MASKED and has(FEATURES, "key_lengths"):
                     clean(v, v_row, sight.key_end)
                 b_o = accumulated(p, v, b_o)
-                if TURNS:
+                if TURNS and not SCORES_ALONE:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 give_back(empty, k_at)
                 b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
-                b_p, _, alpha, b_m, b_l = softmax(b_s, b_m, b_l, scale, 0)
+                b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, scale, 0)
                 b_o, p = settled(b_o, p)
                 give_back(empty, v_at)
                 p = gl.convert_layout(b_p.to(memory.q[0].dtype), p_l)

@@ -45,7 +45,7 @@ class Ring(NamedTuple):
     slots: int
     turns: bool
     groups: int = 2  # consumer warpgroups
-    slowdown: float = 1.0  # of all blocks, where programs share the last
+    deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
 
 
 class Merge(NamedTuple):
@@ -66,23 +66,29 @@ FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8,
 KEY_SIDE = {
     (32, "plain"): Ring(64, 8, True, 3), (32, "dual"): Ring(32, 16, False, 3), (32, "tangent"): Ring(64, 16, False),
     (64, "plain"): Ring(64, 8, True, 3),
-    (96, "plain"): Ring(64, 6, True, slowdown=1.04), (128, "plain"): Ring(64, 6, True, slowdown=1.03),
-    (64, "dual"): Ring(32, 16, False),
-    (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True), (128, "tangent"): Ring(32, 12, False),
+    (96, "plain"): Ring(64, 6, True, deferred=True), (128, "plain"): Ring(64, 6, True, deferred=True),
+    (64, "dual"): Ring(32, 16, False), (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True),
+    (128, "tangent"): Ring(32, 12, True, deferred=True),
 }  # fmt: skip
 # where the tile of a mask does not fit beside the ring; the keys are rings from here
 WITH_MASK = {
     Ring(32, 12, False): Ring(32, 10, False), Ring(32, 12, True): Ring(32, 10, True), Ring(64, 6, False): Ring(32, 10, True),
+    Ring(32, 12, True, deferred=True): Ring(32, 10, False),
 }  # fmt: skip
 # with two warpgroups another tile, and so where blocks are not alike
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
 VALUES_DUAL = {96: Ring(64, 12, False), 128: Ring(64, 8, True)}
-KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, False)}
+KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, True, deferred=True)}
 QUERY_SIDE = {
     (32, "plain"): Ring(64, 12, True, 3), (32, "dual"): Ring(64, 16, False), (32, "tangent"): Ring(64, 16, False),
     (64, "plain"): Ring(64, 12, True, 3), (96, "plain"): Ring(128, 6, True), (128, "plain"): Ring(64, 6, True, 3),
     (64, "dual"): Ring(64, 12, False), (96, "dual"): Ring(32, 12, False), (128, "dual"): Ring(32, 8, True),
     (64, "tangent"): Ring(64, 10, False), (96, "tangent"): Ring(64, 8, False), (128, "tangent"): Ring(64, 6, False),
+}  # fmt: skip
+# in loops over more than LONG rows
+LONG = 1024
+IN_LONG_LOOPS = {
+    Ring(64, 12, True, 3): Ring(64, 12, True, 3, deferred=True), Ring(32, 16, False): Ring(32, 16, True, deferred=True),
 }  # fmt: skip
 
 # The shortest loops over a sequence or a window, by width and job, for which these kernels are faster; and those where every
@@ -186,7 +192,7 @@ class _Call:
             tiles = lambda share: share + PART * parts(share) + SHARING[self.width]
             even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer parts
             share = min((least, *even), key=tiles)
-            shared = ring.slowdown * (whole + tiles(share) / n_tiles)
+            shared = whole + tiles(share) / n_tiles
             if shared < whole + 1:
                 return shared, share
         return whole + (rest > 0), 0
@@ -194,6 +200,8 @@ class _Call:
     def ring(self, ring: Ring, by_key: bool = False) -> Ring:
         """For this call: the tile of a mask takes room, blocks of which there are lists have a power of two of rows, and two
         warpgroups may leave fewer multiprocessors without a block than three."""
+        if self.tiles(ring, by_key) * ring.tile > LONG:
+            ring = IN_LONG_LOOPS.get(ring, ring)
         if {"mask:rows", "mask:columns"} <= self.words:
             ring = WITH_MASK.get(ring, ring)
         if ring.groups == 3:
@@ -248,6 +256,7 @@ class _Call:
         blocks, rows, n_tiles = self.blocks(ring.groups, by_key), GROUP * ring.groups, self.tiles(ring, by_key)
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         x, placeholder, tiles, parts = self.x, Output((1,), "float32"), None, None
+        deferred = " deferred" if ring.deferred else ""
         if "tiles" in self.words:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
         if whole < blocks:
@@ -260,7 +269,7 @@ class _Call:
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once),
             [placeholder if o is None else o for o in (*outputs, parts, *more)],
             dict(
-                C=self.head_dim, FEATURES=self.features + order + words, SLOTS=ring.slots, GROUPS=ring.groups,
+                C=self.head_dim, FEATURES=self.features + order + words + deferred, SLOTS=ring.slots, GROUPS=ring.groups,
                 TURNS=ring.turns, RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip

@@ -52,6 +52,12 @@ def advance(at, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def slot_before(at, N: gl.constexpr, SLOTS: gl.constexpr):
+    """The slot that a cursor was at before it advanced N times."""
+    return gl.where(at.slot < N, at.slot + SLOTS - N, at.slot - N)
+
+
+@gluon.jit
 def wait(bars, at):
     mbarrier.wait(bars.index(at.slot), at.phase)
 

@@ -86,6 +86,17 @@ def settled(b_x, p):
 
 
 @gluon.jit
+def settled_before(b_x, p, b_s, N: gl.constexpr):
+    """Those of `settled`, and a product issued after theirs, when the N issued after that one are in flight."""
+    if len(b_x) == 1:
+        b_0, p, b_s = warpgroup_mma_wait(N, deps=[b_x[0], p, b_s])
+        return (b_0,), p, b_s
+    else:
+        b_0, b_1, p, b_s = warpgroup_mma_wait(N, deps=[b_x[0], b_x[1], p, b_s])
+        return (b_0, b_1), p, b_s
+
+
+@gluon.jit
 def log2_sum_exp(b_lse):
     """As in `portable/scores.py`."""
     return gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
@@ -160,14 +171,27 @@ def halves(b_x):
 
 
 @gluon.jit
-def row_dot(b_x, b_y):
-    """rowsum(x∘y): a quarter of the columns after the other, as additions one by one would wait for each other."""
+def quarters(b_x):
+    """Of the columns, in order."""
     x_01, x_23 = halves(b_x)
-    y_01, y_23 = halves(b_y)
     x_0, x_1 = halves(x_01)
-    y_0, y_1 = halves(y_01)
     x_2, x_3 = halves(x_23)
-    y_2, y_3 = halves(y_23)
+    return x_0, x_1, x_2, x_3
+
+
+@gluon.jit
+def row_max(b_x):
+    """A quarter of the columns after the other, as comparisons one by one would wait for each other."""
+    x_0, x_1, x_2, x_3 = quarters(b_x)
+    b_r = gl.max(gl.maximum(gl.maximum(x_0, x_1), gl.maximum(x_2, x_3)), 1)
+    return gl.convert_layout(b_r, gl.SliceLayout(1, b_x.type.layout))
+
+
+@gluon.jit
+def row_dot(b_x, b_y):
+    """rowsum(x∘y), likewise."""
+    x_0, x_1, x_2, x_3 = quarters(b_x)
+    y_0, y_1, y_2, y_3 = quarters(b_y)
     b_r = gl.sum(x_0 * y_0 + x_1 * y_1 + x_2 * y_2 + x_3 * y_3, 1)
     return gl.convert_layout(b_r, gl.SliceLayout(1, b_x.type.layout))
 
