@@ -57,8 +57,8 @@ class Merge(NamedTuple):
     statistics: int = 0
 
 
-# measured on an H200 at L = 8192, but 96 at 72, mostly on an H100 and at L = 256 too, and the tangents alone at 32; keys are the
-# width and, for the backward, what is wanted
+# measured on an H200 at L = 8192, but 96 at 72, mostly on an H100 and at L = 256 too, the tangents alone at 32, and what is
+# deferred on an H100 at L = 256 to 16,384; keys are the width and, for the backward, what is wanted
 FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(128, 6, True), 128: Ring(128, 4, True)}
 FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8, True), 128: Ring(64, 8, True)}
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
@@ -85,8 +85,7 @@ QUERY_SIDE = {
     (64, "dual"): Ring(64, 12, False), (96, "dual"): Ring(32, 12, False), (128, "dual"): Ring(32, 8, True),
     (64, "tangent"): Ring(64, 10, False), (96, "tangent"): Ring(64, 8, False), (128, "tangent"): Ring(64, 6, False),
 }  # fmt: skip
-# in loops over more than LONG rows
-LONG = 1024
+LONG = 1024  # rows; in loops over more, other rings
 IN_LONG_LOOPS = {
     Ring(64, 12, True, 3): Ring(64, 12, True, 3, deferred=True), Ring(32, 16, False): Ring(32, 16, True, deferred=True),
 }  # fmt: skip
