@@ -99,7 +99,7 @@ def window_of(size: Any) -> tuple[int | None, int | None] | None:
 
 
 def _integer_of(n: Any) -> int:
-    if isinstance(n, bool):
+    if isinstance(n, bool) or (hasattr(n, "dtype") and dtype_of(n) == "bool"):
         raise TypeError
     return operator.index(n)
 

@@ -247,6 +247,11 @@ ERRORS = {
         lambda: sdpa(A, A, A, causal_lower_right(*[A.shape[-2]] * 2), causal_alignment="right"),
     ),
     "window": (TypeError, "`local_window_size` must be an int", lambda: sdpa(A, A, A, local_window_size=(1.5, 0))),
+    "window-bool": (
+        TypeError,
+        "`local_window_size` must be an int",
+        lambda: sdpa(A, A, A, local_window_size=torch.tensor(True)),
+    ),
     "window-type": (TypeError, "an integer or a pair of", lambda: sdpa(A, A, A, local_window_size=1.5)),
     "soft-cap": (ValueError, "`logits_soft_cap` must be positive", lambda: sdpa(A, A, A, logits_soft_cap=0.0)),
     "sharded": (ValueError, "`key` must not be a DTensor", lambda: sdpa(A, A.as_subclass(Sharded), A)),

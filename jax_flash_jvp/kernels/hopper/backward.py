@@ -79,7 +79,7 @@ from jax_flash_jvp.kernels.portable.scores import has
 # constants: USE_… of c, w and the tangents follow from which there are and what is wanted
 Options = namedtuple(
     "Options",
-    "C T SLOTS GROUPS BUFFERS ROW OUTPUTS PER_SLOT TURNS FEATURES RAGGED MASKS USE_C USE_W USE_TA USE_TB "
+    "C T SLOTS GROUPS BUFFERS ROW OUTPUTS PER_SLOT TURNS FEATURES MASKS USE_C USE_W USE_TA USE_TB "
     "USE_TC USE_TE HAS_D_LSE HAS_TD_LSE WANT_A WANT_C WANT_TA WANT_TC",
 )
 Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
@@ -679,7 +679,7 @@ def backward(
         Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
-            C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTPUTS, PER_SLOT, TURNS, FEATURES, RAGGED,
+            C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTPUTS, PER_SLOT, TURNS, FEATURES,
             masks(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, HAS_D_LSE, HAS_TD_LSE,
             WANT_A, WANT_C, WANT_TA, WANT_TC,
         ),

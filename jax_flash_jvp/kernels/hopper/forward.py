@@ -3,8 +3,8 @@
 A block is 64 queries for each of the consumer warpgroups, of which there are GROUPS, two or three.  With a tangent, the
 products of Ṡ and of P V̇ run while the softmax and P∘Ṡ are computed; without, the next tile's scores are issued before this
 tile's P V (FlashAttention-3's order, arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, each P V and
-the next tile's scores (without a tangent, these first), so that one computes while the others multiply.  Tiles that every
-query sees whole come first, then those that need a mask.
+the next tile's scores (without a tangent, these first, or with 128 channels alone), so that one computes while the others
+multiply.  Tiles that every query sees whole come first, then those that need a mask.
 """
 
 from collections import namedtuple
