@@ -12,7 +12,6 @@ import math
 import os
 import pathlib
 import threading
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -252,11 +251,7 @@ class Interpreter(_Contiguous):
     multiprocessors: int | None = None
     on_shards = False  # XLA would call what is gone: callbacks that are made while it compiles are not kept
 
-    def launch(
-        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
-    ):
-        assert not updates  # of Hopper kernels alone
-
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         def host(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
             poison = {"int32": -1}
@@ -279,9 +274,7 @@ class JaxTriton(_Contiguous):
         self.descriptors = hasattr(library, "TensorDescriptor")  # from 0.4 on
         self.multiprocessors: int | None = getattr(_first_gpu(), "core_count", None)
 
-    def launch(
-        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
-    ):
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]
         options: dict[str, Any] = dict(kernel=kernel, grid=(grid,), num_warps=num_warps, num_stages=num_stages)
         if self.descriptors:
@@ -290,18 +283,11 @@ class JaxTriton(_Contiguous):
             backend = (
                 dict(enable_fp_fusion=True) if registers is None else dict(enable_fp_fusion=True, maxnreg=registers)
             )
-            outputs = [*outputs, *(arguments[i] for i in updates)]
-            aliases = {place: len(outputs) - len(updates) + n for n, place in enumerate(updates)}
-            options.update(out_type=_shapes(outputs), backend_options=backend, input_output_aliases=aliases)
+            options.update(out_type=_shapes(outputs), backend_options=backend)
         else:  # a Python float would become fp64
-            assert not updates
             arguments += [np.float32(s) if isinstance(s, float) else s for s in scalars]
             options.update(out_shape=_shapes(outputs), enable_fp_fusion=True)
-        if not updates:
-            return self.jax_triton.triton_call(*arguments, **options, **constants)
-        with _warning, warnings.catch_warnings():  # deprecated for references, which a rule of lowering cannot make
-            warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-            return self.jax_triton.triton_call(*arguments, **options, **constants)
+        return self.jax_triton.triton_call(*arguments, **options, **constants)
 
     def _descriptor(self, rows: Rows) -> Any:
         from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
@@ -320,7 +306,7 @@ def _first_gpu() -> Any:
         return None
 
 
-_importing, _warning = threading.Lock(), threading.Lock()  # what they guard belongs to the whole process
+_importing = threading.Lock()  # what it guards belongs to the whole process
 
 
 def _import_jax_triton() -> Any:

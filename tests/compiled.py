@@ -48,16 +48,14 @@ class Recorder:
     def summed(self, array, by_column, like):
         return like
 
-    def launch(
-        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
-    ):
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         types = [self._type(a) for a in (*pointers(inputs), *scalars, *outputs)]
         names = [p.name for p in kernel.params if not p.is_constexpr]
         options = dict(num_warps=num_warps, num_stages=num_stages, registers=registers)
         signature = dict(zip(names, types, strict=True))
         nothing = {name: None for name in signature if signature[name] is None}
         self.launches.append((kernel, {n: t for n, t in signature.items() if t}, constants | nothing, options))
-        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in (*outputs, *(inputs[i] for i in updates))]
+        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
 
     def _type(self, argument):
         if isinstance(argument, Rows):

@@ -32,7 +32,7 @@ def job(family, kind, head_dim, name):
     torch.manual_seed(0)
     heads, key_heads = 4, 2
     # short: so many blocks of the same length that a program computes several, one after the other
-    sizes = {"short": (35, 190, 180), "whole": (1, 384, 256), "shared": (1, 1100, 2000)}
+    sizes = {"short": (35, 190, 180), "whole": (1, 384, 256), "shared": (2, 2300, 1100)}
     batch, queries, keys = sizes.get(kind, (2, 290, 270))
     draw = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     rows = lambda: Operands(

@@ -62,6 +62,9 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.flat, self.offset + offset)
 
+    def to(self, dtype):  # an address as an integer
+        return self
+
 
 def load(pointer, mask=True, other=0.0):
     place = np.asarray(pointer.offset)
@@ -270,9 +273,15 @@ def elementwise(function):
 
 
 def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
-    """Of the one text that the kernels have, which multiplies."""
-    assert "mul.f32" in text
-    return block(args[0] * args[1])
+    """Of the texts that the kernels have: one multiplies, the others write and look for flags."""
+    if "mul.f32" in text:
+        return block(args[0] * args[1])
+    (flags,) = args
+    if "ld.acquire" in text:
+        assert (load(flags) == 1).all(), "a program waits in vain for a part"
+    else:
+        assert "st.release" in text
+    store(flags, "st.release" in text)
 
 
 def static_assert(condition, message=""):
@@ -291,7 +300,7 @@ def allocate(dtype, shape, layout):
 language = types.ModuleType("triton.experimental.gluon.language")
 vars(language).update(
     constexpr=lambda value: value, static_range=range, static_assert=static_assert,
-    float32=np.dtype(np.float32), int64=np.dtype(np.int64),
+    float32=np.dtype(np.float32), int32=np.dtype(np.int32), int64=np.dtype(np.int64),
     int8=np.dtype(np.int8), bfloat16=np.dtype(jnp.bfloat16), inline_asm_elementwise=inline_asm_elementwise,
     broadcast=np.broadcast_arrays,
     program_id=lambda axis: block(place.program), num_programs=lambda axis: block(place.programs),
@@ -350,7 +359,7 @@ def _standing_in(modules):
 def emulated(old="", new=""):
     """The modules of the kernels by name, with that change in their source."""
     modules, found = {m.__name__: m for m in (experimental, gluon, language, ampere, hopper)}, False
-    for name in ("products", "pipeline", "work", "visibility", "forward", "backward", "merge"):
+    for name in ("products", "pipeline", "work", "visibility", "handover", "forward", "backward"):
         spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
         source = spec.loader.get_source(spec.name)
         found |= old in source
@@ -382,9 +391,7 @@ class Launcher:
     def summed(self, array, by_column, like):
         raise NotImplementedError
 
-    def launch(
-        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
-    ):
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         self.launched.add((kernel.fn.__name__, constants.get("FEATURES", ""), grid))
         results = [np.full(o.shape, -1 if o.dtype == "int32" else np.nan, jnp.dtype(o.dtype)) for o in outputs]
         if not kernel.fn.__module__.startswith(PACKAGE):
@@ -399,4 +406,4 @@ class Launcher:
         with np.errstate(all="ignore"):
             for place.program in range(grid):
                 function(*given, *numbers, *map(Pointer, results), **constants)
-        return [*results, *(inputs[i] for i in updates)]
+        return results

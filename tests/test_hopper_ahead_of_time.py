@@ -34,7 +34,7 @@ SPILL_MORE = {
 }  # fmt: skip
 
 
-def last_launch(job, head_dim, kind, merge=False):
+def last_launch(job, head_dim, kind):
     recorder, batch = Recorder(90), 4
     long, kind = kind.startswith("long-"), kind.removeprefix("long-")  # loops that have rings of their own
     length = {"causal-ragged": 1023, "persistent": 2048, "ahead": 512, "shared": 8192}.get(kind, 1024) + 1024 * long
@@ -71,7 +71,7 @@ def last_launch(job, head_dim, kind, merge=False):
         "key_side_tangent": lambda: dual(NOTHING, both),
         "query_side_tangent": lambda: dual(NOTHING, QUERY),
     }[job]()
-    return next(launch for launch in reversed(recorder.launches) if launch[0].__name__.startswith("merge") == merge)
+    return recorder.launches[-1]
 
 
 JOBS = (
@@ -137,14 +137,6 @@ def test_a_scale_of_one(job, head_dim):
     kernel, signature, constants, options = last_launch(job, head_dim, "whole")
     del signature["scale"]
     assert compiled(kernel, signature, dict(constants, scale=1), capability=90, **options).warnings == ()
-
-
-@pytest.mark.parametrize("head_dim", [32, 72, 128])
-@pytest.mark.parametrize("job", ["forward", "forward_dual", "tangent", "key_side", "value_side_dual"])
-def test_merging_compiles(job, head_dim):
-    kernel, signature, constants, options = last_launch(job, head_dim, "shared", merge=True)
-    resources = compiled(kernel, signature, constants, capability=90, **options)
-    assert resources.spill_stores == 0
 
 
 @pytest.mark.parametrize(
@@ -286,6 +278,6 @@ def test_which_kernels_are_taken(length, head_dim, window, families):
     every.backward(recorder, case, x, (o, statistic), (o, None), QUERY)
     every.tangent(recorder, case, x, statistic, x)
     every.backward_dual(recorder, case, x, (o, statistic), (o, None), (x, (o, statistic), (o, None)), QUERY, QUERY)
-    others = ("statistics", "look_at_tiles", "list_tiles", "merge_forward", "merge_backward")
+    others = ("statistics", "look_at_tiles", "list_tiles")
     kernels = [kernel for kernel, *_ in recorder.launches if kernel.__name__ not in others]
     assert [kernel.fn.__module__.split(".")[-2] for kernel in kernels] == families

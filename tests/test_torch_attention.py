@@ -626,19 +626,14 @@ class Describing:
     def contiguous(self, array):
         return array.contiguous()
 
-    def launch(
-        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
-    ):
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         from torch_bridge.launch import _descriptor
 
         self.kernels.append(kernel.fn.__module__)
         for array in inputs:
             if isinstance(array, Rows):
                 _descriptor(array)
-        return [
-            *(torch.empty(o.shape, dtype=getattr(torch, o.dtype)) for o in outputs),
-            *(inputs[i] for i in updates),
-        ]
+        return [torch.empty(o.shape, dtype=getattr(torch, o.dtype)) for o in outputs]
 
 
 COTANGENTS = {

@@ -51,9 +51,7 @@ class TorchLauncher:
         array = array[:, :, None, :] if by_column else array[..., None]
         return _owned(array.sum_to_size(like.shape).to(like.dtype))
 
-    def launch(
-        self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None, updates=()
-    ) -> Any:
+    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None) -> Any:
         results = [self.empty(o) for o in outputs]
         given = pointers(inputs)
         arguments = [*(_descriptor(i) if isinstance(i, Rows) else i for i in given), *scalars, *results]
@@ -65,7 +63,7 @@ class TorchLauncher:
         constexprs = [constants[name] for name in kernel.arg_names[len(arguments) :]]
         nothing = [None] * len(constexprs)
         self.launched.append((compiled, grid, [*arguments, *constexprs], [*tensors, *nothing], results))
-        return [*results, *(given[i] for i in updates)]
+        return results
 
 
 @functools.cache

@@ -57,10 +57,9 @@ class Launcher(Protocol):
         num_warps: int,
         num_stages: int,
         registers: int | None = None,
-        updates: Sequence[int] = (),
     ) -> Sequence[Any]:
-        """Run `grid` programs and return the outputs, and those inputs, by their places, that the kernel `updates`.  A None input
-        is never read: any pointer will do.  `registers` caps those of a thread, but not with jax-triton 0.3."""
+        """Run `grid` programs, which begin in order, and return the outputs.  A None input is never read: any pointer will do.
+        `registers` caps those of a thread, but not with jax-triton 0.3."""
         ...
 
 

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from jax_flash_jvp.kernels.hopper.handover import hand_over_backward, part_of, with_backward
 from jax_flash_jvp.kernels.hopper.pipeline import (
     Cursor,
     advance,
@@ -55,7 +56,6 @@ from jax_flash_jvp.kernels.hopper.products import (
     settled,
     settled_before,
     store_rows,
-    store_rows_from,
     sums,
     zeroed,
 )
@@ -73,7 +73,7 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, item, items, own_block, part_rows
+from jax_flash_jvp.kernels.hopper.work import Call, in_wave, item, items, own_block
 from jax_flash_jvp.kernels.portable.scores import has
 
 # constants: USE_… of c, w and the tangents follow from which there are and what is wanted
@@ -348,6 +348,8 @@ def consume_block(
     # a tile's last product, of ḋS or else of dS with b, is issued with the next tile's scores: nobody waits for it alone
     DEFERRED: gl.constexpr = has(FEATURES, "deferred") and (WANT_TA or (WANT_A and not WANT_TC))
     gl.static_assert(not DEFERRED or SLOTS >= 4, "a tile is kept until e of the next is there")
+    LATE: gl.constexpr = has(FEATURES, "late") and USE_C  # dP is issued behind the softmax, which has its registers
+    gl.static_assert(not LATE or not WANT_TA, "of gradients alone")
     dtype: gl.constexpr = memory.a[0].dtype
     HQ, GROUP, LQ, LK = call.HQ, call.GROUP, call.LQ, call.LK
     HA = HQ if ROW else HQ // GROUP
@@ -374,7 +376,7 @@ def consume_block(
                 b_delta -= gl.load(statistics.DELTA + x, mask=o_a < LA, other=0.0)
             if options.HAS_TD_LSE:
                 b_t_delta -= gl.load(statistics.T_DELTA + x, mask=o_a < LA, other=0.0)
-            first_part = (o_a < LA) & (block.work.first == 0)  # the others of a block have the same
+            first_part = (o_a < LA) & (block.work.first == 0)  # other parts of the block have the same
             gl.store(results.LSE2 + x, b_lse, mask=first_part)
             gl.store(results.DELTA + x, b_delta, mask=first_part)
             if WANT_TA:
@@ -431,8 +433,9 @@ def consume_block(
                         b_s = score_product(a, bb, zeros, False)  # [64, 2 T]
                     else:
                         b_s = score_product(a, b, zero, False)  # [64, T]
-                    wait(full, e_at)
-                    if USE_C:
+                    if not LATE:
+                        wait(full, e_at)
+                    if USE_C and not LATE:
                         c = matrix(memory.c, z)
                         if USE_TE and WANT_TA:
                             b_dp = score_product(c, ee, zeros, False)
@@ -448,10 +451,10 @@ def consume_block(
                         if WANT_TA:
                             b_tda, last, b_s = settled_before(b_tda, last, b_s, parts(C))
                         else:
-                            b_da, last, b_s = settled_before(b_da, last, b_s, parts(C))
+                            b_da, last, b_s = settled_before(b_da, last, b_s, 0 if LATE else parts(C))
                         mbarrier.arrive(empty.index(slot), count=1, pred=t > t_first)
                     else:
-                        b_s = warpgroup_mma_wait(parts(C) if USE_C else 0, deps=[b_s])
+                        b_s = warpgroup_mma_wait(parts(C) if USE_C and not LATE else 0, deps=[b_s])
                     b_ts = zero
                     if USE_TB:
                         b_s, b_ts = halves(b_s)
@@ -459,6 +462,9 @@ def consume_block(
                     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
                     if N_P > 0:
                         p = gl.convert_layout(b_p.to(dtype), p_l)
+                    if LATE:
+                        wait(full, e_at)
+                        b_dp = score_product(matrix(memory.c, z), e, zero, False)
                     if USE_W:
                         if not ROW:
                             mu = staged_column(stats, 4 * s_at.slot + 1, x_l)
@@ -541,7 +547,8 @@ def consume_block(
                         mbarrier.arrive(empty.index(slot), count=1)
     mbarrier.arrive(memory.a_empty.index(own_rows), count=1)
 
-    again = i if C <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    # worked out again, where the loop has no registers for it
+    again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
     block = own(again, call, selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_start = (block.i_block * GROUPS + i_w) * GROUP_ROWS
@@ -555,8 +562,18 @@ def consume_block(
     b_da = scaled(b_da, factor)
     b_tda = scaled(b_tda, factor)
     DA, DC, TDA, TDC, PARTS, _, _, _ = results
-    place = block.work.place
-    if place < 0:
+    ALL: gl.constexpr = WANT_A + WANT_C + WANT_TA + WANT_TC
+    if has(FEATURES, "shared"):
+        for program in range(block.work.since, block.work.until):
+            part = part_of(PARTS, program, i_w, GROUPS, ALL, 0, C)
+            b_da, b_dc, b_tda, b_tdc = with_backward(
+                part, b_da, b_dc, b_tda, b_tdc, WANT_A, WANT_C, WANT_TA, WANT_TC, C
+            )
+    if block.work.handed_over:
+        if has(FEATURES, "shared"):
+            part = part_of(PARTS, in_wave(call), i_w, GROUPS, ALL, 0, C)
+            hand_over_backward(part, b_da, b_dc, b_tda, b_tdc, WANT_A, WANT_C, WANT_TA, WANT_TC, C)
+    else:
         if WANT_A:
             store_rows(DA, i_b, i_a, HA, a_start, LA, b_da, C)
         if WANT_C:
@@ -565,18 +582,6 @@ def consume_block(
             store_rows(TDA, i_b, i_a, HA, a_start, LA, b_tda, C)
         if WANT_TC:
             store_rows(TDC, i_b, i_a, HA, a_start, LA, b_tdc, C)
-    if has(FEATURES, "shared"):
-        if place >= 0:
-            ROWS: gl.constexpr = GROUPS * GROUP_ROWS
-            ALL: gl.constexpr = WANT_A + WANT_C + WANT_TA + WANT_TC
-            if WANT_A:
-                store_rows_from(part_rows(PARTS, place, 0, i_w, ROWS, ALL, 0, C), C, GROUP_ROWS, b_da, C)
-            if WANT_C:
-                store_rows_from(part_rows(PARTS, place, WANT_A, i_w, ROWS, ALL, 0, C), C, GROUP_ROWS, b_dc, C)
-            if WANT_TA:
-                store_rows_from(part_rows(PARTS, place, WANT_A + WANT_C, i_w, ROWS, ALL, 0, C), C, GROUP_ROWS, b_tda, C)
-            if WANT_TC:
-                store_rows_from(part_rows(PARTS, place, ALL - 1, i_w, ROWS, ALL, 0, C), C, GROUP_ROWS, b_tdc, C)
     return b_at, s_at, tick
 
 

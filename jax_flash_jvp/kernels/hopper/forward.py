@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from jax_flash_jvp.kernels.hopper.handover import hand_over_forward, part_of, with_forward
 from jax_flash_jvp.kernels.hopper.pipeline import (
     Cursor,
     advance,
@@ -48,7 +49,6 @@ from jax_flash_jvp.kernels.hopper.products import (
     score_product,
     settled,
     store_rows,
-    store_rows_from,
     store_statistics,
     sums,
     zeroed,
@@ -68,7 +68,7 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, item, items, own_block, part_rows, part_statistic
+from jax_flash_jvp.kernels.hopper.work import Call, in_wave, item, items, own_block
 from jax_flash_jvp.kernels.portable.scores import has
 
 # constants
@@ -328,7 +328,8 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
 
     if TURNS:
         mbarrier.arrive(next_turn, count=1, pred=tick > first_tick)
-    again = i if C <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    # worked out again, where the loop has no registers for it
+    again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
     i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * GROUPS + w) * GROUP_ROWS
     if LINEAR:
@@ -346,22 +347,23 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
         b_to = zeroed(b_to, nothing)
         b_c = gl.where(nothing, 0.0, b_c)
     O, LSE, TO, MU, PARTS = results
-    place = work.place
-    if place < 0:
+    if has(FEATURES, "shared"):
+        b_w = b_l if LINEAR else b_lse
+        for program in range(work.since, work.until):
+            part = part_of(PARTS, program, w, GROUPS, 2, 2, C)
+            b_o, b_to, b_w, b_c = with_forward(part, b_o, b_to, b_w, b_c, HAS_O, True, LINEAR, C, r_l)
+        if not LINEAR:
+            b_lse = b_w
+    if work.handed_over:
+        if has(FEATURES, "shared"):
+            part = part_of(PARTS, in_wave(call), w, GROUPS, 2, 2, C)
+            hand_over_forward(part, b_o, b_to, b_w, b_c, HAS_O, True, C)
+    else:
         if not LINEAR:
             store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
             store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
         store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
         store_statistics(MU, i_b * HQ + i_h, row, LQ, b_c, r_l)
-    if has(FEATURES, "shared"):
-        if place >= 0:
-            ROWS: gl.constexpr = GROUPS * GROUP_ROWS
-            if HAS_O:
-                store_rows_from(part_rows(PARTS, place, 0, w, ROWS, 2, 2, C), C, GROUP_ROWS, b_o, C)
-            store_rows_from(part_rows(PARTS, place, 1, w, ROWS, 2, 2, C), C, GROUP_ROWS, b_to, C)
-            o_r = gl.arange(0, GROUP_ROWS, layout=r_l)
-            gl.store(part_statistic(PARTS, place, 0, w, ROWS, 2, 2, C) + o_r, b_l if LINEAR else b_lse)
-            gl.store(part_statistic(PARTS, place, 1, w, ROWS, 2, 2, C) + o_r, b_c)
     return k_at, tick
 
 
@@ -439,7 +441,8 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
             give_back(empty, v_at)
             k_at = advance(v_at, SLOTS)
     mbarrier.arrive(memory.q_empty.index(own_queries), count=1)
-    again = i if C <= 64 else i + (tick >> 30)  # worked out again, where the loop has no registers for it
+    # worked out again, where the loop has no registers for it
+    again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
     i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * GROUPS + w) * GROUP_ROWS
     b_lse = (b_m + gl.log2(b_l)) * LN2
@@ -451,15 +454,17 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
         b_lse = gl.where(nothing, -float("inf"), b_lse)
         b_o = zeroed(b_o, nothing)
     O, LSE, _, _, PARTS = results
-    place = work.place
-    if place < 0:
+    if has(FEATURES, "shared"):
+        for program in range(work.since, work.until):
+            part = part_of(PARTS, program, w, GROUPS, 1, 1, C)
+            both = with_forward(part, b_o, b_o, b_lse, b_lse, True, False, False, C, r_l)
+            b_o, b_lse = both[0], both[2]
+    if work.handed_over:
+        if has(FEATURES, "shared"):
+            hand_over_forward(part_of(PARTS, in_wave(call), w, GROUPS, 1, 1, C), b_o, b_o, b_lse, b_lse, True, False, C)
+    else:
         store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
         store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
-    if has(FEATURES, "shared"):
-        if place >= 0:
-            ROWS: gl.constexpr = GROUPS * GROUP_ROWS
-            store_rows_from(part_rows(PARTS, place, 0, w, ROWS, 1, 1, C), C, GROUP_ROWS, b_o, C)
-            gl.store(part_statistic(PARTS, place, 0, w, ROWS, 1, 1, C) + gl.arange(0, GROUP_ROWS, layout=r_l), b_lse)
     return k_at, tick
 
 

@@ -7,9 +7,8 @@ import triton
 
 from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
-from jax_flash_jvp.kernels.hopper import merge as merge_kernels
+from jax_flash_jvp.kernels.hopper.handover import part_size
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, column_widths
-from jax_flash_jvp.kernels.hopper.work import part_size
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
@@ -31,11 +30,10 @@ STATISTICS_DUAL = 1024
 # the L2 cache when the last one comes for them: where two arrays are written, so that a program has ROUNDS blocks to twice as
 # many, or where resident rows are loaded ahead.
 DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
-# Blocks that would leave multiprocessors without one at the end are shared, where that saves more tiles than it costs: so many,
-# by width, to launch what puts the parts together, and one for each part of a block.
-SHARING, PART = {32: 3, 64: 3, 96: 6, 128: 6}, 1
+# Blocks that would leave multiprocessors without one at the end are shared, where that saves more than it costs: as long as it
+# takes to stream so many rows, for each part of a block but one.
+PART = 256
 STATISTICS = " statistics"  # the word for a query side that makes those of its rows
-MERGED_ROWS = 16  # that a program puts together
 
 
 class Ring(NamedTuple):
@@ -46,15 +44,7 @@ class Ring(NamedTuple):
     turns: bool
     groups: int = 2  # consumer warpgroups
     deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
-
-
-class Merge(NamedTuple):
-    """How parts of blocks are put together: the kernel, its constants, and how many arrays and statistics a part has."""
-
-    kernel: Any
-    constants: dict[str, bool]
-    arrays: int
-    statistics: int = 0
+    late: bool = False  # and its dP behind the softmax, not with the scores
 
 
 # measured on an H200 at L = 8192, but 96 at 72, mostly on an H100 and at L = 256 too, the tangents alone at 32, and what is
@@ -65,7 +55,7 @@ FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8,
 # key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
     (32, "plain"): Ring(64, 8, True, 3), (32, "dual"): Ring(32, 16, False, 3), (32, "tangent"): Ring(64, 16, False),
-    (64, "plain"): Ring(64, 8, True, 3),
+    (64, "plain"): Ring(64, 8, True, 3, deferred=True, late=True),
     (96, "plain"): Ring(64, 6, True, deferred=True), (128, "plain"): Ring(64, 6, True, deferred=True),
     (64, "dual"): Ring(32, 16, False), (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True),
     (128, "tangent"): Ring(32, 12, True, deferred=True),
@@ -187,8 +177,8 @@ class _Call:
         whole, rest = divmod(blocks, at_once)
         least = triton.cdiv(rest * n_tiles, at_once)
         if self.alike and 0 < least < n_tiles:
-            parts = lambda share: -(-n_tiles // share) + (n_tiles % share > 0)  # of a block, at most
-            tiles = lambda share: share + PART * parts(share) + SHARING[self.width]
+            others = lambda share: -(-n_tiles // share) - 1 + (n_tiles % share > 0)  # parts of a block but one, at most
+            tiles = lambda share: share + PART / ring.tile * others(share)
             even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer parts
             share = min((least, *even), key=tiles)
             shared = whole + tiles(share) / n_tiles
@@ -244,47 +234,35 @@ class _Call:
         descriptors,
         saved,
         outputs,
-        merge: Merge,
+        parts: tuple[int, int],
         more=(),
         words: str = "",
         **constants,
     ):
-        """`outputs` that are None are not written: a placeholder stands for them.  `more` are what no part of a block adds to."""
+        """`outputs` that are None are not written: a placeholder stands for them.  Parts of a block are so many sums and
+        statistics; `more` are what none of them adds to."""
         written = sum(o is not None and len(o.shape) == 4 for o in outputs)
         programs, at_once, whole, share, order = self.schedule(kernel, ring, by_key, written)
-        blocks, rows, n_tiles = self.blocks(ring.groups, by_key), GROUP * ring.groups, self.tiles(ring, by_key)
+        blocks, rows = self.blocks(ring.groups, by_key), GROUP * ring.groups
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
-        x, placeholder, tiles, parts = self.x, Output((1,), "float32"), None, None
-        deferred = " deferred" if ring.deferred else ""
+        x, placeholder, tiles, handed_over = self.x, Output((1,), "float32"), None, None
+        words += " deferred" * ring.deferred + " late" * ring.late
         if "tiles" in self.words:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
         if whole < blocks:
-            size = part_size(rows, merge.arrays, merge.statistics, self.head_dim)
-            sharing = triton.cdiv((blocks - whole) * n_tiles, share)  # programs
-            parts = Output(((sharing + blocks - whole - 1) * size,), "float32")
+            handed_over = Output((at_once * ring.groups * part_size(GROUP, *parts, self.head_dim),), "float32")
         got = self.launcher.launch(
             kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once),
-            [placeholder if o is None else o for o in (*outputs, parts, *more)],
+            [placeholder if o is None else o for o in (*outputs, handed_over, *more)],
             dict(
-                C=self.head_dim, FEATURES=self.features + order + words + deferred, SLOTS=ring.slots, GROUPS=ring.groups,
+                C=self.head_dim, FEATURES=self.features + order + words, SLOTS=ring.slots, GROUPS=ring.groups,
                 TURNS=ring.turns, RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
-        got, (parts, *more) = got[: len(outputs)], got[len(outputs) :]
+        got, (_, *more) = got[: len(outputs)], got[len(outputs) :]
         got = [None if o is None else a for o, a in zip(outputs, got, strict=True)]
-        if whole < blocks:
-            heads, length = (self.key_heads, self.key_length) if by_key else (self.query_heads, self.query_length)
-            places = [i for i, a in enumerate(got) if a is not None]
-            updated = self.launcher.launch(
-                merge.kernel, (blocks - whole) * (rows // MERGED_ROWS), (parts, *got),
-                (whole, share, n_tiles, heads, length), (),
-                dict(merge.constants, D=triton.next_power_of_2(self.width), C=self.head_dim, ROWS=rows, BM=MERGED_ROWS), WARPS, 1,
-                updates=[1 + i for i in places],
-            )  # fmt: skip
-            for i, a in zip(places, updated, strict=True):
-                got[i] = a
         return (*got, *more)
 
 
@@ -305,10 +283,9 @@ def _forward(call: _Call, tx: Operands, saved=None):
     n = (GROUP, ring.tile, ring.tile)
     tangents = [a if t is None else t for a, t in zip(x[:3], tx[:3], strict=True)]
     rows = call.rows(*zip(x[:3], n, strict=True), *zip(tangents, n, strict=True))
-    has_o = not linear or tx.query is not None or tx.key is not None
     return call.run(
         forward_kernels.forward, ring, False, rows, (saved,), (*(nothing if linear else y), *(y if dual else nothing)),
-        Merge(merge_kernels.merge_forward, dict(HAS_O=has_o, HAS_T=dual, LINEAR=linear), 1 + dual, 1 + dual),
+        (1 + dual, 1 + dual),
         BN=ring.tile, HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None, LINEAR=linear,
     )  # fmt: skip
 
@@ -337,7 +314,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(
             backward_kernels.backward, ring, not row, call.rows(*arrays, *tangents, *outputs), statistics,
-            [like if w else None for w in wants], Merge(merge_kernels.merge_backward, wanted, sum(wants)), made, words,
+            [like if w else None for w in wants], (sum(wants), 0), made, words,
             T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
             HAS_D_LSE=makes and d_lse is not None, HAS_TD_LSE=makes and t_d_lse is not None, **wanted,

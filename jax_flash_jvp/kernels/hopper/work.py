@@ -1,12 +1,10 @@
-"""Which blocks a program computes, or which part of a block, and where the results of a part lie."""
+"""Which blocks a program computes, or which part of a block."""
 
 from collections import namedtuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
 from jax_flash_jvp.kernels.portable.scores import has
 
 TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
@@ -14,7 +12,9 @@ TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cach
 # the integers of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not
 # shared, tiles of the others for each program, programs at once
 Call = namedtuple("Call", "n HQ GROUP LQ LK left right n_whole share at_once")
-Item = namedtuple("Item", "block first end place")  # the number of a block, its tiles first … end, the place of results
+# the number of a block, its tiles first … end, the programs since … until whose parts of it are to go with these, and whether
+# there are tiles behind these, for whose program they are
+Item = namedtuple("Item", "block first end since until handed_over")
 
 
 @gluon.jit
@@ -23,8 +23,11 @@ def own_block(i, call, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr)
     before the shorter: head after head, the last ones would begin a long block when others are done.  Where all are alike, they
     may go from the last to the first."""
     if has(FEATURES, "right"):
-        first = i // (TOGETHER * n_blocks) * TOGETHER
-        heads = gl.minimum(call.n // n_blocks - first, TOGETHER)
+        together = TOGETHER
+        if has(FEATURES, "persistent"):
+            together = gl.maximum((2 * call.at_once + n_blocks // 2) // n_blocks, 1)
+        first = i // (together * n_blocks) * together
+        heads = gl.minimum(call.n // n_blocks - first, together)
         i -= first * n_blocks
         block = i // heads
         if FROM_END:
@@ -44,68 +47,47 @@ def in_wave(call):
 
 @gluon.jit
 def shared_tiles(call, n_tiles):
-    """The first of this program's, of the tiles of all shared blocks, and the end."""
-    total = (call.n - call.n_whole) * n_tiles
-    first = gl.minimum(in_wave(call) * call.share, total)
-    return first, gl.minimum(first + call.share, total)
+    """The first of this program's, of the tiles of all shared blocks, and the end, which is before it if there are none left."""
+    first = in_wave(call) * call.share
+    return first, gl.minimum(first + call.share, (call.n - call.n_whole) * n_tiles)
 
 
 @gluon.jit
 def items(call, n_tiles, FEATURES: gl.constexpr):
-    """(first, end): a program computes the `item`s first, first + at_once … below the end, one after the other.  Those of the
-    last wave have what is shared."""
+    """(first, end): a program computes the `item`s first, first + at_once … below the end, one after the other.  The first, of a
+    number below zero, is what another program waits for, the last what waits for others."""
     wave, waves = gl.program_id(0) // call.at_once, gl.num_programs(0) // call.at_once
     rounds = gl.cdiv(call.n_whole, call.at_once)
     first = in_wave(call) + rounds * wave // waves * call.at_once
     end = gl.minimum(rounds * (wave + 1) // waves * call.at_once, call.n_whole)
     if has(FEATURES, "shared"):
-        if wave == waves - 1:
-            t_first, t_end = shared_tiles(call, n_tiles)
-            n_parts = (t_end - 1) // n_tiles - t_first // n_tiles + 1  # none, if that is the end of all
-            end += in_wave(call) + n_parts * call.at_once
+        t_first, t_end = shared_tiles(call, n_tiles)
+        if (wave == 0) & (t_end % n_tiles > 0):
+            first -= call.at_once
+        if (wave == waves - 1) & (t_end // n_tiles > t_first // n_tiles):
+            end += call.at_once
     return first, end
 
 
 @gluon.jit
 def item(i, call, n_tiles, FEATURES: gl.constexpr):
     """The first n_whole blocks, of n_tiles each, are one program's each.  The tiles of the others, fewer than there are programs,
-    are "shared": each program has the next `share` of them, parts of one block or two, until there are none left.  Results of a
-    part go to a place of their own, numbered as parts follow each other, from where `merge.py` takes them; those of a whole
-    block, whose place is -1, to where they belong."""
+    are "shared": each program has the next `share` of them, parts of one block or two, until there are none left.  The program
+    with the last part of a block puts it together with those that others have handed over, at its end, and these at their
+    beginning.  They have lower numbers, so that they run whenever it waits."""
     first = 0 * n_tiles
     end = n_tiles
-    place = -1
+    since = first
+    until = first
+    handed_over = first > 0
     if has(FEATURES, "shared"):
-        n_whole = call.n_whole
-        if i >= n_whole:
+        handed_over = i < 0
+        if handed_over | (i >= call.n_whole):
             share_first, share_end = shared_tiles(call, n_tiles)
-            block = share_first // n_tiles + (i - n_whole) // call.at_once
-            i = n_whole + block
+            block = gl.where(handed_over, share_end, share_first) // n_tiles
             first = gl.maximum(share_first - block * n_tiles, 0)
             end = gl.minimum(share_end - block * n_tiles, n_tiles)
-            place = in_wave(call) + block
-    return Item(i, first, end, place)
-
-
-@triton.constexpr_function
-def part_size(rows, sums, statistics, channels):
-    """Floats of a part of a block: so many sums [rows, channels], then statistics [rows]."""
-    return rows * (sums * channels + statistics)
-
-
-@gluon.jit
-def part_rows(
-    PARTS, place, I: gl.constexpr, w: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr, STATISTICS: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """Where a warpgroup's rows of the I-th sum are."""
-    return PARTS + place * part_size(ROWS, SUMS, STATISTICS, C) + (I * ROWS + w * GROUP_ROWS) * C
-
-
-@gluon.jit
-def part_statistic(
-    PARTS, place, I: gl.constexpr, w: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr, STATISTICS: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """The same of the I-th statistic."""
-    return PARTS + place * part_size(ROWS, SUMS, STATISTICS, C) + (SUMS * C + I) * ROWS + w * GROUP_ROWS
+            since = block * n_tiles // call.share
+            until = gl.where(handed_over, since, in_wave(call))
+            i = call.n_whole + block
+    return Item(i, first, end, since, until, handed_over)
