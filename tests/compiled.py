@@ -82,7 +82,13 @@ class Resources:
     mma: Mapping[str, int]
     async_copies: int
     ptx: str = field(repr=False, compare=False)
+    binary: Any = field(repr=False, compare=False)
     warnings: tuple[str, ...] = ()  # the assembler's codes, such as C7510: wgmma serialised
+
+    @property
+    def sass(self) -> str:
+        """What the assembler made of it."""
+        return self.binary.asm["sass"]
 
     def fits(self, capability: int) -> bool:
         """Whether a GPU of this compute capability can launch the kernel. The compiler does not check."""
@@ -138,6 +144,7 @@ def compiled(
         mma={name: count for name, pattern in _INSTRUCTIONS.items() if (count := len(re.findall(pattern, ptx)))},
         async_copies=len(re.findall(_ASYNC_COPY, ptx)),
         ptx=ptx,
+        binary=binary,
         warnings=tuple(re.findall(r"\bC75\d\d\b", log)),
     )
 

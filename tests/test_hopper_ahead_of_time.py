@@ -29,7 +29,6 @@ SPILL_MORE = {
     ("forward_dual", 64, "window-lengths"): 1300, ("forward_dual", 64, "mask"): 700,
     ("forward_dual", 128, "window-lengths"): 850, ("tangent", 64, "window-lengths"): 1200,
     ("tangent", 64, "segments"): 960,
-    ("key_side", 64, "causal-ragged"): 760, ("key_side", 64, "window-lengths"): 760,
     ("key_side_tangent", 64, "causal-ragged"): 580, ("key_side_dual", 128, "causal-ragged"): 440,
 }  # fmt: skip
 
@@ -139,11 +138,21 @@ def test_a_scale_of_one(job, head_dim):
     assert compiled(kernel, signature, dict(constants, scale=1), capability=90, **options).warnings == ()
 
 
+@pytest.mark.parametrize("job", ["query_side", "forward_dual"])
+def test_waiting_for_a_part_leaves_warps_together(job):
+    """Where warps may part, the assembler keeps nothing in uniform registers: the loop over tiles took a fifth longer."""
+    kernel, signature, constants, options = last_launch(job, 64, "shared")
+    resources = compiled(kernel, signature, constants, capability=90, **options)
+    assert "ld.acquire.gpu" in resources.ptx
+    assert "WARPSYNC" not in resources.sass
+
+
 @pytest.mark.parametrize(
     ("heads", "length", "head_dim", "share"),
     [
-        (24, 1024, 64, 0),
-        (24, 1024, 128, 0),
+        (24, 512, 64, 0),
+        (24, 1024, 64, 4),
+        (24, 1024, 128, 8),
         (33, 1024, 128, 0),
         (4, 2048, 128, 16),
         (4, 2048, 64, 8),

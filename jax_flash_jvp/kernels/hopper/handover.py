@@ -29,7 +29,8 @@ from jax_flash_jvp.kernels.hopper.products import (
     width,
 )
 
-COPIES = gl.constexpr(16)  # of a statistic: as many columns as the narrowest product has
+_COPIES = 16  # of a statistic: as many columns as the narrowest product has
+COPIES = gl.constexpr(_COPIES)
 # PTX: a thread's stores are done; those of another are, and its flag is taken down again
 SAY = gl.constexpr("""{
 .reg .b64 flag;
@@ -56,7 +57,7 @@ mov.b32 $0, 0;
 def part_size(rows, sums, statistics, channels):
     """Floats of a warpgroup's part of a block: so many sums [rows, channels] and statistics [rows, COPIES], and two for the flag
     of every thread, of which there are two for a row."""
-    return rows * (sums * channels + 16 * statistics + 4)
+    return rows * (sums * channels + _COPIES * statistics + 4)
 
 
 @gluon.jit

@@ -84,7 +84,7 @@ IN_LONG_LOOPS = {
 # multiprocessor has a block, and all blocks see everything.
 FROM: dict[int, dict[str, float]] = {
     32: dict(forward=2048, forward_dual=512, backward=math.inf, backward_dual=512),
-    64: dict(forward=2048, forward_dual=128, backward=8192, backward_dual=512),
+    64: dict(forward=2048, forward_dual=128, backward=2048, backward_dual=512),
     96: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
     128: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
 }

@@ -13,7 +13,7 @@ TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cach
 # shared, tiles of the others for each program, programs at once
 Call = namedtuple("Call", "n HQ GROUP LQ LK left right n_whole share at_once")
 # the number of a block, its tiles first … end, the programs since … until whose parts of it are to go with these, and whether
-# there are tiles behind these, for whose program they are
+# these are handed over themselves
 Item = namedtuple("Item", "block first end since until handed_over")
 
 
@@ -23,11 +23,8 @@ def own_block(i, call, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr)
     before the shorter: head after head, the last ones would begin a long block when others are done.  Where all are alike, they
     may go from the last to the first."""
     if has(FEATURES, "right"):
-        together = TOGETHER
-        if has(FEATURES, "persistent"):
-            together = gl.maximum((2 * call.at_once + n_blocks // 2) // n_blocks, 1)
-        first = i // (together * n_blocks) * together
-        heads = gl.minimum(call.n // n_blocks - first, together)
+        first = i // (TOGETHER * n_blocks) * TOGETHER
+        heads = gl.minimum(call.n // n_blocks - first, TOGETHER)
         i -= first * n_blocks
         block = i // heads
         if FROM_END:
