@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from jax_flash_jvp.kernels.hopper.handover import hand_over_backward, part_of, with_backward
+from jax_flash_jvp.kernels.hopper.handover import hand_over_sums, part_of, with_sums
 from jax_flash_jvp.kernels.hopper.pipeline import (
     Cursor,
     advance,
@@ -314,6 +314,21 @@ def added(last, bb, b_da, b_tda, T: gl.constexpr, TANGENT: gl.constexpr):
 
 
 @gluon.jit
+def wanted(a, c, ta, tc, options):
+    """Those of the four that are."""
+    some = ()
+    if options.WANT_A:
+        some = some + (a,)
+    if options.WANT_C:
+        some = some + (c,)
+    if options.WANT_TA:
+        some = some + (ta,)
+    if options.WANT_TC:
+        some = some + (tc,)
+    return some
+
+
+@gluon.jit
 def consume_block(
     i, i_w: gl.constexpr, b_at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options
 ):  # fmt: skip
@@ -561,27 +576,19 @@ def consume_block(
         b_tdc = zeroed(b_tdc, o_a >= end_a)
     b_da = scaled(b_da, factor)
     b_tda = scaled(b_tda, factor)
-    DA, DC, TDA, TDC, PARTS, _, _, _ = results
-    ALL: gl.constexpr = WANT_A + WANT_C + WANT_TA + WANT_TC
+    gradients = wanted(b_da, b_dc, b_tda, b_tdc, options)
     if has(FEATURES, "shared"):
         for program in range(block.work.since, block.work.until):
-            part = part_of(PARTS, program, i_w, GROUPS, ALL, 0, C)
-            b_da, b_dc, b_tda, b_tdc = with_backward(
-                part, b_da, b_dc, b_tda, b_tdc, WANT_A, WANT_C, WANT_TA, WANT_TC, C
-            )
+            part = part_of(results.PARTS, program, i_w, GROUPS, len(gradients), 0, C)
+            gradients = with_sums(part, gradients, C)
     if block.work.handed_over:
         if has(FEATURES, "shared"):
-            part = part_of(PARTS, in_wave(call), i_w, GROUPS, ALL, 0, C)
-            hand_over_backward(part, b_da, b_dc, b_tda, b_tdc, WANT_A, WANT_C, WANT_TA, WANT_TC, C)
+            part = part_of(results.PARTS, in_wave(call), i_w, GROUPS, len(gradients), 0, C)
+            hand_over_sums(part, gradients, C)
     else:
-        if WANT_A:
-            store_rows(DA, i_b, i_a, HA, a_start, LA, b_da, C)
-        if WANT_C:
-            store_rows(DC, i_b, i_a, HA, a_start, LA, b_dc, C)
-        if WANT_TA:
-            store_rows(TDA, i_b, i_a, HA, a_start, LA, b_tda, C)
-        if WANT_TC:
-            store_rows(TDC, i_b, i_a, HA, a_start, LA, b_tdc, C)
+        arrays = wanted(results.DA, results.DC, results.TDA, results.TDC, options)
+        for I in gl.static_range(len(gradients)):
+            store_rows(arrays[I], i_b, i_a, HA, a_start, LA, gradients[I], C)
     return b_at, s_at, tick
 
 

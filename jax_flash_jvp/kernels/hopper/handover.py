@@ -176,35 +176,17 @@ def with_sum(part, I: gl.constexpr, b_x, C: gl.constexpr):
 
 
 @gluon.jit
-def hand_over_backward(
-    part, b_da, b_dc, b_tda, b_tdc,
-    WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    ALL: gl.constexpr = WANT_A + WANT_C + WANT_TA + WANT_TC
-    if WANT_A:
-        store_sum(part, 0, b_da, C)
-    if WANT_C:
-        store_sum(part, WANT_A, b_dc, C)
-    if WANT_TA:
-        store_sum(part, WANT_A + WANT_C, b_tda, C)
-    if WANT_TC:
-        store_sum(part, ALL - 1, b_tdc, C)
-    flags(part, ALL, 0, C, SAY)
+def hand_over_sums(part, sums, C: gl.constexpr):
+    for I in gl.static_range(len(sums)):
+        store_sum(part, I, sums[I], C)
+    flags(part, len(sums), 0, C, SAY)
 
 
 @gluon.jit
-def with_backward(
-    part, b_da, b_dc, b_tda, b_tdc,
-    WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    ALL: gl.constexpr = WANT_A + WANT_C + WANT_TA + WANT_TC
-    flags(part, ALL, 0, C, AWAIT)
-    if WANT_A:
-        b_da = with_sum(part, 0, b_da, C)
-    if WANT_C:
-        b_dc = with_sum(part, WANT_A, b_dc, C)
-    if WANT_TA:
-        b_tda = with_sum(part, WANT_A + WANT_C, b_tda, C)
-    if WANT_TC:
-        b_tdc = with_sum(part, ALL - 1, b_tdc, C)
-    return b_da, b_dc, b_tda, b_tdc
+def with_sums(part, sums, C: gl.constexpr):
+    """These and those of that part, when it has been handed over."""
+    flags(part, len(sums), 0, C, AWAIT)
+    both = (with_sum(part, 0, sums[0], C),)
+    for I in gl.static_range(1, len(sums)):
+        both = both + (with_sum(part, I, sums[I], C),)
+    return both
