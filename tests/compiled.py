@@ -6,6 +6,8 @@ import contextlib
 import io
 import os
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,9 +88,14 @@ class Resources:
     warnings: tuple[str, ...] = ()  # the assembler's codes, such as C7510: wgmma serialised
 
     @property
-    def sass(self) -> str:
-        """What the assembler made of it."""
-        return self.binary.asm["sass"]
+    def sass(self) -> dict[int, str]:
+        """What the assembler made of it: instructions by address."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.binary.asm["cubin"])
+            file.flush()
+            tool = triton.knobs.nvidia.cuobjdump.path
+            text = subprocess.run([tool, "-sass", file.name], check=True, capture_output=True, text=True).stdout
+        return {int(at, 16): " ".join(i.split()) for at, i in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", text)}
 
     def fits(self, capability: int) -> bool:
         """Whether a GPU of this compute capability can launch the kernel. The compiler does not check."""

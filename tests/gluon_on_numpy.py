@@ -27,8 +27,8 @@ PACKAGE = "jax_flash_jvp.kernels.hopper"
 class Block(np.ndarray):
     """A tensor in registers."""
 
-    def to(self, dtype):
-        return self.astype(dtype).view(Block)
+    def to(self, dtype, bitcast=False):
+        return (self.view(dtype) if bitcast else self.astype(dtype)).view(Block)
 
     def __iadd__(self, other):  # another value, as for every tensor
         return self + other
@@ -273,10 +273,27 @@ def elementwise(function):
 
 
 def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
-    """Of the texts that the kernels have: one multiplies, the others write and look for flags."""
+    """Of the texts that the kernels have: they multiply, put two numbers of 16 bits together and apart, write and look for
+    flags."""
     if "mul.f32" in text:
         return block(args[0] * args[1])
-    (flags,) = args
+    if "cvt.rn" in text:
+        low, high = (
+            a.to(jnp.bfloat16 if "bf16x2" in text else np.float16).view(np.uint16).astype(np.uint32) for a in args
+        )
+        return block(high << 16 | low)
+    if "mov.b32 {" in text:
+        return block((args[0] >> (0 if "{$0" in text else 16)).astype(np.uint16).view(np.int16))
+    flags, *numbers = args
+    if numbers:  # of a counter, with its flag in front, both as floats
+        if "atom" in text:
+            assert (load(flags) == 1).all(), "a program takes numbers of no counter"
+            number = load(flags + 2)
+            store(flags + 2, number + 1)
+            store(flags, np.where(number == numbers[0], 0, 1))
+            return block(number.astype(np.int32))
+        store(flags + 2, numbers[0])
+        return store(flags, 1)
     if "ld.acquire" in text:
         assert (load(flags) == 1).all(), "a program waits in vain for a part"
     else:
@@ -300,9 +317,9 @@ def allocate(dtype, shape, layout):
 language = types.ModuleType("triton.experimental.gluon.language")
 vars(language).update(
     constexpr=lambda value: value, static_range=range, static_assert=static_assert,
-    float32=np.dtype(np.float32), int32=np.dtype(np.int32), int64=np.dtype(np.int64),
+    float32=np.dtype(np.float32), int16=np.dtype(np.int16), int32=np.dtype(np.int32), int64=np.dtype(np.int64),
     int8=np.dtype(np.int8), bfloat16=np.dtype(jnp.bfloat16), inline_asm_elementwise=inline_asm_elementwise,
-    broadcast=np.broadcast_arrays,
+    broadcast=np.broadcast_arrays, join=lambda a, b: np.stack([a, b], -1).view(Block),
     program_id=lambda axis: block(place.program), num_programs=lambda axis: block(place.programs),
     cdiv=lambda a, b: -(-a // b), allocate_shared_memory=allocate,
     load=load, store=store, expand_dims=lambda a, axis: np.expand_dims(a, axis).view(Block),
@@ -359,7 +376,7 @@ def _standing_in(modules):
 def emulated(old="", new=""):
     """The modules of the kernels by name, with that change in their source."""
     modules, found = {m.__name__: m for m in (experimental, gluon, language, ampere, hopper)}, False
-    for name in ("products", "pipeline", "work", "visibility", "handover", "forward", "backward"):
+    for name in ("products", "pipeline", "work", "counter", "visibility", "handover", "forward", "backward"):
         spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
         source = spec.loader.get_source(spec.name)
         found |= old in source
@@ -406,4 +423,6 @@ class Launcher:
         with np.errstate(all="ignore"):
             for place.program in range(grid):
                 function(*given, *numbers, *map(Pointer, results), **constants)
+        if "dynamic" in constants["FEATURES"]:
+            assert [a[0] for a in results if a.shape == (4,)] == [0], "a counter has not ended"
         return results

@@ -45,6 +45,7 @@ HOPPER_SHAPES = [
     (35, 190, 180, 4, 4, 64, False),  # three warpgroups
     (35, 190, 180, 4, 4, 64, True),
     (35, 190, 180, 4, 4, 72, True),
+    (35, 100, 100, 4, 4, 128, False),  # no whole tile
     (66, 130, 150, 16, 16, 72, False),  # in waves
     (35, 190, 180, 4, 4, 80, False),
     (2, 300, 260, 2, 1, 88, True),

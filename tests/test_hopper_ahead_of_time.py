@@ -11,6 +11,7 @@ from compiled import Recorder, compiled
 from jax_flash_jvp.kernels import jobs as every
 from jax_flash_jvp.kernels.hopper import jobs
 from jax_flash_jvp.problem import Operands, Problem
+from uniform_registers import unset_reads
 
 NOTHING, QUERY, KEYS, VALUES = (tuple(c in wanted for c in "qkvb") for wanted in ("", "q", "k", "v"))
 # bytes that a thread stores, admitted with Triton 3.9; with 3.6 and 3.7 they are fewer
@@ -18,6 +19,7 @@ SPILL = {
     "whole": 500,
     "persistent": 500,
     "ahead": 500,
+    "ahead-ragged": 500,
     "shared": 500,
     "causal-ragged": 420,
     "window-lengths": 640,
@@ -33,12 +35,16 @@ SPILL_MORE = {
 }  # fmt: skip
 
 
+LENGTHS = {"causal-ragged": 1023, "persistent": 2048, "ahead": 512, "ahead-ragged": 500, "shared": 8192}
+# of which all programs have as many blocks, or not
+MULTIPROCESSORS = {"whole": None, "shared": 100, "window-lengths": 132, "mask": 132, "segments": 132}
+
+
 def last_launch(job, head_dim, kind):
     recorder, batch = Recorder(90), 4
     long, kind = kind.startswith("long-"), kind.removeprefix("long-")  # loops that have rings of their own
-    length = {"causal-ragged": 1023, "persistent": 2048, "ahead": 512, "shared": 8192}.get(kind, 1024) + 1024 * long
-    # of which all programs have as many blocks, or not
-    recorder.multiprocessors = {"whole": None, "persistent": 16, "ahead": 16, "shared": 100}.get(kind, 132)
+    length = LENGTHS.get(kind, 1024) + 1024 * long
+    recorder.multiprocessors = MULTIPROCESSORS.get(kind, 16)
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")
     o, statistic = array(8), shape(batch, 8, length, dtype="float32")
@@ -90,12 +96,19 @@ JOBS = (
 ALONE = ("whole", "causal-ragged", "window-lengths", "mask", "segments")  # a program for every block
 
 
+WORDS = {
+    "persistent": {"persistent"}, "ahead": {"persistent", "ahead"}, "ahead-ragged": {"persistent", "ahead"},
+    "shared": {"persistent", "shared"}, "causal-ragged": {"persistent", "dynamic"},
+    "long-causal-ragged": {"persistent", "dynamic"},
+}  # fmt: skip
+
+
 def slow(job, head_dim, kind):
     if kind == "whole":
         return head_dim in (72, 96) or (head_dim < 64 and job not in ("forward_dual", "tangent"))
     return (job, head_dim, kind) not in {
         ("forward_dual", 128, "persistent"), ("query_side", 64, "ahead"), ("key_side", 128, "mask"),
-        ("forward_dual", 72, "shared"), ("query_side", 64, "long-causal-ragged"),
+        ("forward_dual", 72, "shared"), ("query_side", 64, "long-causal-ragged"), ("forward", 64, "ahead-ragged"),
     }  # fmt: skip
 
 
@@ -115,10 +128,11 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     if job == "value_side_dual" and head_dim <= 64:
         pytest.skip("one launch serves both sums there")
     kernel, signature, constants, options = last_launch(job, head_dim, kind)
-    words = {*constants["FEATURES"].split()} & {"persistent", "ahead", "shared"}
-    assert words == ({"persistent", kind} if kind in ("persistent", "ahead", "shared") else set())
+    words = {*constants["FEATURES"].split()} & {"persistent", "ahead", "shared", "dynamic"}
+    assert words - ({"ahead"} if "causal" in kind else set()) == WORDS.get(kind, set())
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert resources.warnings == ()
+    assert unset_reads(resources.sass) == {}
     assert resources.fits(90)
     assert resources.mma.get("wgmma", 0) > 0
     assert resources.spill_stores <= SPILL_MORE.get((job, head_dim, kind), SPILL[kind.removeprefix("long-")])
@@ -128,6 +142,16 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
         # nor do results come from there, where row statistics do before the first product
         made = "statistics" in constants["FEATURES"]
         assert "st.shared.v4" not in (resources.ptx.rpartition("wgmma.mma_async")[2] if made else resources.ptx)
+
+
+def test_unset_reads_are_found():
+    text = """ULDC UR4, c[0x0][0x10]; @P0 BRA 0x40; UIADD3 UR5, UP0, UR4, 0x2, URZ; BRX R2 -0x30; {}; EXIT;
+              R2UR UR7, R4; IMAD R3, R3, UR7, R4; EXIT;"""
+    code = lambda read: dict(enumerate((" ".join(t.split()) for t in text.format(read).split(";")[:-1]), start=0))
+    spaced = lambda read: {16 * i: instruction for i, instruction in code(read).items()}
+    assert unset_reads(spaced("UMOV UR6, UR4")) == {}
+    for read in ("UMOV UR6, UR5", "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", "@P1 IMAD.U32 R1, RZ, RZ, UR5"):
+        assert unset_reads(spaced(read)) == {64: read}
 
 
 @pytest.mark.parametrize(("job", "head_dim"), [("forward_dual", 64), ("forward_dual", 128), ("tangent", 96)])
@@ -144,7 +168,7 @@ def test_waiting_for_a_part_leaves_warps_together(job):
     kernel, signature, constants, options = last_launch(job, 64, "shared")
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert "ld.acquire.gpu" in resources.ptx
-    assert "WARPSYNC" not in resources.sass
+    assert not any("WARPSYNC" in instruction for instruction in resources.sass.values())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The Hopper kernels on numpy, against the tiled reference."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 
@@ -240,17 +241,65 @@ def test_programs_in_waves(monkeypatch, shared, change):
     launcher = gluon_on_numpy.Launcher(*change, multiprocessors=3)
     with pytest.raises(AssertionError) if change else contextlib.nullcontext():
         check(problem(72, False), *operands((2, 250, 140, 4, 4, 72)), launcher=launcher)
-        alone, both = " persistent" + " shared" * shared, " persistent ahead" + " shared" * shared
+        alone, both = " persistent" + " shared" * shared, " persistent ahead waves" + " shared" * shared
         launched = {(name, words.partition(" statistics")[0], n) for name, words, n in launcher.launched}
         assert {(name, *launch) for name in ("forward", "backward") for launch in ((alone, 3), (both, 6))} <= launched
+
+
+COUNTED = {
+    "heads-left-over": (1, 250, 330, 9, 9, 64), "keys-nobody-sees": (1, 100, 400, 4, 4, 128),
+    "queries-that-see-nothing": (1, 400, 100, 4, 4, 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ahead", [1024, 0], ids=["ahead", ""])
+@pytest.mark.parametrize("shape", COUNTED.values(), ids=COUNTED)
+def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
+    monkeypatch.setattr(hopper, "AHEAD", ahead)
+    launcher = gluon_on_numpy.Launcher(multiprocessors=3)
+    causal = dataclasses.replace(problem(shape[-1], True), lower_right=shape[1] > shape[2])
+    check(causal, *operands(shape), launcher=launcher)
+    taking = {(name, "ahead" in words, n) for name, words, n in launcher.launched if "dynamic" in words}
+    assert taking == {(name, ahead > 0, 3) for name in ("forward", "backward")}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("counted(COUNTER, call.at_once, BEGIN)", "counted(COUNTER, call.at_once + 1, BEGIN)"),
+        ("call.n + call.at_once - 1", "call.n + call.at_once"),
+        ("index(at.slot).store(number)", "index(at.slot).store(number - 1)"),
+        ("return block, first + i_head", "return block, i_head"),
+        ('if AFTER and has(FEATURES, "dynamic"):', "if False:"),
+    ],
+    ids=["begins-too-late", "does-not-end", "wrongly-sent", "first-heads-again", "resident-rows-not-loaded"],
+)
+def test_a_broken_counter_fails(monkeypatch, old, new):
+    monkeypatch.setattr(hopper, "AHEAD", 0)
+    shape = COUNTED["keys-nobody-sees" if "AFTER" in old else "heads-left-over"]
+    with pytest.raises(AssertionError):
+        check(problem(shape[-1], True), *operands(shape), launcher=gluon_on_numpy.Launcher(old, new, multiprocessors=3))
+
+
+def test_division_by_multiplication():
+    work = gluon_on_numpy.emulated()[f"{gluon_on_numpy.PACKAGE}.work"]
+    draw = np.random.default_rng(0)
+    for n in (*range(1, 100), *draw.integers(100, work.DIVISIBLE, 1000)):
+        multiples = draw.integers(0, work.DIVISIBLE // n, 100) * n
+        i = gluon_on_numpy.block(np.clip([multiples - 1, multiples, multiples + n - 1], 0, work.DIVISIBLE - 1))
+        number = gluon_on_numpy.block(work.reciprocal(int(n)))
+        assert number < 2**31
+        quotient, rest = work.divided(i, int(n), number)
+        np.testing.assert_array_equal(quotient, i // n)
+        np.testing.assert_array_equal(rest, i % n)
 
 
 SHARED_MUTANTS = {
     "a-tile-lost": ("gl.minimum(first + call.share,", "gl.minimum(first + call.share - 1,"),
     "handed-over-to-another-warpgroup": ("(program * GROUPS + w)", "program * GROUPS"),
-    "first-part-left-out": ("since = block * n_tiles // call.share", "since = block * n_tiles // call.share + 1"),
-    "parts-for-others-lost": ("(wave == 0) & (t_end % n_tiles > 0)", "wave < 0"),
-    "waits-for-itself": ("since, in_wave(call))", "since, in_wave(call) + 1)"),
+    "first-part-left-out": ("divided(block * n_tiles, call", "divided((block + 1) * n_tiles, call"),
+    "parts-for-others-lost": ("(wave == 0) & (over > 0)", "wave < 0"),
+    "waits-for-itself": ("since, in_wave(call, FEATURES))", "since, in_wave(call, FEATURES) + 1)"),
     "nothing-said": ("flags(part, N, N, C, SAY)", "pass"),
     "weights-ignored": ("b_o = increased(scaled(b_o, old), new, b_x)", "b_o = increased(b_o, new, b_x)"),
     "weights-without-a-tangent-ignored": ("increased(scaled(b_o, old), new, stored", "increased(b_o, new, stored"),
@@ -376,7 +425,8 @@ def test_tiles_that_a_block_visits(side, padded):
             zip((LQ, LK), ends, strict=True) if by_query else zip((LK, LQ), ends[::-1], strict=True)
         )
         n = -(-resident // ROWS)
-        call = module("work").Call(*map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0, n)))
+        reciprocals = map(module("work").reciprocal, (n, 1, 1, 1, 8, 1))
+        call = module("work").Call(*map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0, n, *reciprocals)))
         nothing, *arrays = (pointer(np.array([end], np.int32)) for end in (0, *ends))
         selection = visibility.Selection(nothing, *arrays, nothing, nothing, nothing)
         given = dict(D=64, GROUPS=2, BN=T, T=T, ROW=by_query, MASKS=True, FEATURES=" ".join(words))

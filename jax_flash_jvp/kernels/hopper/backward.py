@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from jax_flash_jvp.kernels.hopper.counter import begun, queue, received, taken
 from jax_flash_jvp.kernels.hopper.handover import hand_over_sums, part_of, with_sums
 from jax_flash_jvp.kernels.hopper.pipeline import (
     Cursor,
@@ -73,7 +74,7 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, in_wave, item, items, own_block
+from jax_flash_jvp.kernels.hopper.work import Call, divided, in_wave, item, items, own_block
 from jax_flash_jvp.kernels.portable.scores import has
 
 # constants: USE_… of c, w and the tangents follow from which there are and what is wanted
@@ -86,7 +87,7 @@ Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the
 # where they are to be made: ℓ itself, μ, the cotangent of ℓ and its tangent
 Statistics = namedtuple("Statistics", "LSE2 MU DELTA T_DELTA")
 # shared: resident rows, the ring, statistics of streamed rows, and the barriers of each
-Memory = namedtuple("Memory", "a c ta tc ring a_full a_empty full empty stats s_full s_empty turn")
+Memory = namedtuple("Memory", "a c ta tc ring a_full a_empty full empty stats s_full s_empty turn queue")
 Results = namedtuple("Results", "DA DC TDA TDC PARTS LSE2 DELTA T_DELTA")
 # an `item`: of the resident rows the number of the block, batch entry and head; of the streamed ones the first head and how
 # many; ends of queries and of keys, bounds of what is streamed
@@ -123,8 +124,7 @@ def own(i, call, selection, options):
     HA = HQ if ROW else HQ // GROUP
     work = item(i, call, tiles_in_all(call, options), FEATURES)
     i_block, i_ba = own_block(work.block, call, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
-    i_b = i_ba // HA
-    i_a = i_ba % HA
+    i_b, i_a = divided(i_ba, HA, call.of_heads)
     a_row = i_block * ROWS
     query_end, key_end = lengths(i_b, call, selection, FEATURES)
     if ROW:
@@ -285,16 +285,26 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
                         if first == 1:
                             load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
                         first = 0
+    if AFTER and has(FEATURES, "dynamic"):
+        if first == 1:
+            load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     return at, s_at
 
 
 @gluon.jit
-def produce(arrays, statistics, memory, call, selection, options):
+def produce(arrays, statistics, COUNTER, memory, call, selection, options):
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 1)
     s_at = Cursor(0, 1)
     a_at = Cursor(0, 1)
-    if has(FEATURES, "persistent"):
+    if has(FEATURES, "dynamic"):
+        i = begun(COUNTER, call)
+        i_at = Cursor(0, 1)
+        while i < call.n:
+            at, s_at = produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options)
+            a_at = advance(a_at, options.BUFFERS)
+            i, i_at = taken(COUNTER, memory.queue, i_at, call)
+    elif has(FEATURES, "persistent"):
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
             at, s_at = produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options)
@@ -583,7 +593,7 @@ def consume_block(
             gradients = with_sums(part, gradients, C)
     if block.work.handed_over:
         if has(FEATURES, "shared"):
-            part = part_of(results.PARTS, in_wave(call), i_w, GROUPS, len(gradients), 0, C)
+            part = part_of(results.PARTS, in_wave(call, FEATURES), i_w, GROUPS, len(gradients), 0, C)
             hand_over_sums(part, gradients, C)
     else:
         arrays = wanted(results.DA, results.DC, results.TDA, results.TDC, options)
@@ -599,7 +609,16 @@ def consume(i_w: gl.constexpr, memory, statistics, results, scale, call, selecti
     s_at = Cursor(0, 0)
     tick = 0
     a_at = Cursor(0, 0)
-    if has(FEATURES, "persistent"):
+    if has(FEATURES, "dynamic"):
+        i = gl.program_id(0)
+        i_at = Cursor(0, 0)
+        while i < call.n:
+            at, s_at, tick = consume_block(
+                i, i_w, at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options
+            )  # fmt: skip
+            a_at = advance(a_at, options.BUFFERS)
+            i, i_at = received(memory.queue, i_at)
+    elif has(FEATURES, "persistent"):
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
             at, s_at, tick = consume_block(
@@ -638,19 +657,20 @@ def program(arrays, statistics, results, scale, call, selection, options):
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    memory = Memory(a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn)
+    numbers = queue(GROUPS) if has(options.FEATURES, "dynamic") else full
+    memory = Memory(a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn, numbers)
     if GROUPS == 2:
         gl.warp_specialize([
             (consume, (0, memory, statistics, results, scale, call, selection, options)),
             (consume, (1, memory, statistics, results, scale, call, selection, options)),
-            (produce, (arrays, statistics, memory, call, selection, options)),
+            (produce, (arrays, statistics, results.PARTS, memory, call, selection, options)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, memory, statistics, results, scale, call, selection, options)),
             (consume, (1, memory, statistics, results, scale, call, selection, options)),
             (consume, (2, memory, statistics, results, scale, call, selection, options)),
-            (produce, (arrays, statistics, memory, call, selection, options)),
+            (produce, (arrays, statistics, results.PARTS, memory, call, selection, options)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
@@ -659,6 +679,7 @@ def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, o_d, to_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r, o_r, to_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, LSE2, MU, DELTA, T_DELTA,
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
+    of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
     DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT,
     C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
     TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
@@ -688,7 +709,10 @@ def backward(
             described(to_d, to_r) if OUTPUTS > 0 and WANT_TA else described(a_d, a_r),
         ), Statistics(LSE2, MU, DELTA, T_DELTA),
         Results(DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT), scale,
-        Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
+        Call(
+            n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
+            of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
+        ),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
             C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTPUTS, PER_SLOT, TURNS, FEATURES,

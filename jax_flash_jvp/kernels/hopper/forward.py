@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from jax_flash_jvp.kernels.hopper.counter import begun, queue, received, taken
 from jax_flash_jvp.kernels.hopper.handover import hand_over_forward, part_of, with_forward
 from jax_flash_jvp.kernels.hopper.pipeline import (
     Cursor,
@@ -40,6 +41,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     halves,
     increased,
     log2_sum_exp,
+    packed,
     parts,
     product_layout,
     rescaled,
@@ -51,6 +53,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     store_rows,
     store_statistics,
     sums,
+    unpacked,
     zeroed,
 )
 from jax_flash_jvp.kernels.hopper.visibility import (
@@ -68,14 +71,15 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, in_wave, item, items, own_block
+from jax_flash_jvp.kernels.hopper.work import Call, divided, in_wave, item, items, own_block
 from jax_flash_jvp.kernels.portable.scores import has
 
 # constants
 Options = namedtuple("Options", "C BN SLOTS GROUPS BUFFERS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")
 Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors, of the parts of each
-Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn")  # shared: resident rows, the ring, barriers
-Results = namedtuple("Results", "O LSE TO MU PARTS")
+# shared: resident rows, the ring, barriers, numbers of blocks
+Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn queue")
+Results = namedtuple("Results", "O LSE TO MU PARTS")  # the last between programs: parts of blocks, or a counter
 # an `item`: batch entry, query head, first query (then that of a warpgroup), what is seen, tiles to visit
 Block = namedtuple("Block", "i_b i_h row sight visits")
 
@@ -92,7 +96,8 @@ def queries_of(i, call, options):
     work = item(i, call, tiles_in_all(call, options), options.FEATURES)
     n_m = gl.cdiv(call.LQ, options.GROUPS * GROUP_ROWS)
     i_m, i_bh = own_block(work.block, call, n_m, True, options.FEATURES)
-    return i_bh // call.HQ, i_bh % call.HQ, i_m, work
+    i_b, i_h = divided(i_bh, call.HQ, call.of_heads)
+    return i_b, i_h, i_m, work
 
 
 @gluon.jit
@@ -152,15 +157,25 @@ def produce_block(i, at, q_at, arrays, memory, call, selection, options):
                     if first == 1:
                         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
                     first = 0
+    if AFTER and has(FEATURES, "dynamic"):
+        if first == 1:
+            load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
     return at
 
 
 @gluon.jit
-def produce(arrays, memory, call, selection, options):
+def produce(arrays, COUNTER, memory, call, selection, options):
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 1)
     q_at = Cursor(0, 1)
-    if has(FEATURES, "persistent"):
+    if has(FEATURES, "dynamic"):
+        i = begun(COUNTER, call)
+        i_at = Cursor(0, 1)
+        while i < call.n:
+            at = produce_block(i, at, q_at, arrays, memory, call, selection, options)
+            q_at = advance(q_at, options.BUFFERS)
+            i, i_at = taken(COUNTER, memory.queue, i_at, call)
+    elif has(FEATURES, "persistent"):
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
             at = produce_block(i, at, q_at, arrays, memory, call, selection, options)
@@ -328,6 +343,8 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
 
     if TURNS:
         mbarrier.arrive(next_turn, count=1, pred=tick > first_tick)
+    if has(FEATURES, "dynamic"):
+        mbarrier.arrive(memory.q_empty.index(own_queries), count=1, pred=tick == first_tick)
     # worked out again, where the loop has no registers for it
     again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
     i_b, i_h, i_m, work = queries_of(again, call, options)
@@ -356,7 +373,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
             b_lse = b_w
     if work.handed_over:
         if has(FEATURES, "shared"):
-            part = part_of(PARTS, in_wave(call), w, GROUPS, 2, 2, C)
+            part = part_of(PARTS, in_wave(call, FEATURES), w, GROUPS, 2, 2, C)
             hand_over_forward(part, b_o, b_to, b_w, b_c, HAS_O, True, C)
     else:
         if not LINEAR:
@@ -382,15 +399,16 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    q = matrix(memory.q, own_queries)
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     for MASKED in gl.static_range(2):
         t_first, t_end = range_of(visits, MASKED)
-        # P is handed from one tile to the next but not from one loop to the other, where it would lose its packed registers
+        # P is handed from one tile to the next but not from one loop to the other
         if (not MASKED or options.MASKS) and t_first < t_end:
+            # for this loop alone: what both use, the assembler of Triton 3.6 may work out before the first and then pass over
+            q = matrix(memory.q, own_queries + (tick >> 30) if options.BUFFERS > 1 else own_queries)
             wait(full, k_at)
             k = matrix(ring, k_at.slot)
             j = tile_at(t_first, visits, MASKED, FEATURES)
@@ -401,7 +419,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
             b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, scale, 0)
             b_o = scaled(b_o, alpha)
-            p = gl.convert_layout(b_p.to(memory.q[0].dtype), p_l)
+            pairs = packed(b_p, memory.q[0].dtype)
             v_at = advance(k_at, SLOTS)
             for t in range(t_first + 1, t_end):
                 v_row = j * BN
@@ -418,6 +436,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
                 v = matrix(ring, v_at.slot)
                 if MASKED and has(FEATURES, "key_lengths"):
                     clean(v, v_row, sight.key_end)
+                p = unpacked(pairs, memory.q[0].dtype, p_l)
                 b_o = accumulated(p, v, b_o)
                 if TURNS and not SCORES_ALONE:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
@@ -428,7 +447,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
                 b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, scale, 0)
                 b_o, p = settled(b_o, p)
                 give_back(empty, v_at)
-                p = gl.convert_layout(b_p.to(memory.q[0].dtype), p_l)
+                pairs = packed(b_p, memory.q[0].dtype)
                 b_o = scaled(b_o, alpha)
                 v_at = advance(k_at, SLOTS)
                 tick += 1
@@ -436,6 +455,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
             v = matrix(ring, v_at.slot)
             if MASKED and has(FEATURES, "key_lengths"):
                 clean(v, j * BN, sight.key_end)
+            p = unpacked(pairs, memory.q[0].dtype, p_l)
             b_o = accumulated(p, v, b_o)
             b_o, p = settled(b_o, p)
             give_back(empty, v_at)
@@ -461,7 +481,9 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
             b_o, b_lse = both[0], both[2]
     if work.handed_over:
         if has(FEATURES, "shared"):
-            hand_over_forward(part_of(PARTS, in_wave(call), w, GROUPS, 1, 1, C), b_o, b_o, b_lse, b_lse, True, False, C)
+            hand_over_forward(
+                part_of(PARTS, in_wave(call, FEATURES), w, GROUPS, 1, 1, C), b_o, b_o, b_lse, b_lse, True, False, C
+            )
     else:
         store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
         store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
@@ -487,7 +509,14 @@ def consume(w: gl.constexpr, memory, SAVED, results, scale, call, selection, opt
     at = Cursor(0, 0)
     tick = 0
     q_at = Cursor(0, 0)
-    if has(FEATURES, "persistent"):
+    if has(FEATURES, "dynamic"):
+        i = gl.program_id(0)
+        i_at = Cursor(0, 0)
+        while i < call.n:
+            at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, call, selection, options)
+            q_at = advance(q_at, options.BUFFERS)
+            i, i_at = received(memory.queue, i_at)
+    elif has(FEATURES, "persistent"):
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
             at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, call, selection, options)
@@ -514,19 +543,20 @@ def program(arrays, SAVED, results, scale, call, selection, options):
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    memory = Memory(q_s, tq_s, ring, q_full, q_empty, full, empty, turn)
+    numbers = queue(GROUPS) if has(options.FEATURES, "dynamic") else full
+    memory = Memory(q_s, tq_s, ring, q_full, q_empty, full, empty, turn, numbers)
     if GROUPS == 2:
         gl.warp_specialize([
             (consume, (0, memory, SAVED, results, scale, call, selection, options)),
             (consume, (1, memory, SAVED, results, scale, call, selection, options)),
-            (produce, (arrays, memory, call, selection, options)),
+            (produce, (arrays, results.PARTS, memory, call, selection, options)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, memory, SAVED, results, scale, call, selection, options)),
             (consume, (1, memory, SAVED, results, scale, call, selection, options)),
             (consume, (2, memory, SAVED, results, scale, call, selection, options)),
-            (produce, (arrays, memory, call, selection, options)),
+            (produce, (arrays, results.PARTS, memory, call, selection, options)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
@@ -535,6 +565,7 @@ def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, q_r, k_r, v_r, tq_r, tk_r, tv_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
+    of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
     O, LSE, TO, MU, PARTS,
     C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     FEATURES: gl.constexpr, RAGGED: gl.constexpr,
@@ -547,7 +578,10 @@ def forward(
             described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),
             described(tv_d, tv_r),
         ), SAVED, Results(O, LSE, TO, MU, PARTS), scale,
-        Call(n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once),
+        Call(
+            n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
+            of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
+        ),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(C, BN, PAIRS, GROUPS, BUFFERS, TURNS, masks(FEATURES, True, RAGGED), FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR),
     )  # fmt: skip

@@ -21,12 +21,11 @@ from jax_flash_jvp.kernels.hopper.products import (
     LOG2E,
     before,
     by_row,
+    column_widths,
     increased,
     parts,
     product_layout,
     scaled,
-    store_rows_from,
-    width,
 )
 
 _COPIES = 16  # of a statistic: as many columns as the narrowest product has
@@ -54,10 +53,15 @@ mov.b32 $0, 0;
 
 
 @triton.constexpr_function
+def columns(channels):
+    return sum(column_widths(channels))
+
+
+@triton.constexpr_function
 def part_size(rows, sums, statistics, channels):
-    """Floats of a warpgroup's part of a block: so many sums [rows, channels] and statistics [rows, COPIES], and two for the flag
-    of every thread, of which there are two for a row."""
-    return rows * (sums * channels + _COPIES * statistics + 4)
+    """Floats of a warpgroup's part of a block: so many sums [rows, columns of the products] and statistics [rows, COPIES], and
+    two for the flag of every thread, of which there are two for a row."""
+    return rows * (sums * columns(channels) + _COPIES * statistics + 4)
 
 
 @gluon.jit
@@ -71,43 +75,65 @@ def part_of(
 @gluon.jit
 def flags(part, SUMS: gl.constexpr, STATISTICS: gl.constexpr, C: gl.constexpr, TEXT: gl.constexpr):
     o = gl.arange(0, 2 * GROUP_ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    address = (part + GROUP_ROWS * (SUMS * C + COPIES * STATISTICS) + 2 * o).to(gl.int64)
+    address = (part + GROUP_ROWS * (SUMS * columns(C) + COPIES * STATISTICS) + 2 * o).to(gl.int64)
     gl.inline_asm_elementwise(TEXT, "=r,l", [address], gl.int32, False, 1)
 
 
 @gluon.jit
-def store_sum(part, I: gl.constexpr, b_x, C: gl.constexpr):
-    store_rows_from(part + I * GROUP_ROWS * C, C, GROUP_ROWS, b_x, C)
+def by_thread(b_x):
+    """[GROUP_ROWS, W] of a product as [W / 8, 4 · threads]: a row has of every thread, in their order, the four elements that it
+    holds of eight columns.  Nothing moves."""
+    W: gl.constexpr = b_x.shape[1]
+    return b_x.reshape([4, 2, 8, W // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([W // 8, 8 * GROUP_ROWS])
 
 
 @gluon.jit
-def loaded_columns(X, like, C: gl.constexpr, PART: gl.constexpr):
-    o_r = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, like.type.layout))
-    o_c = before(C, PART) + gl.arange(0, width(C, PART), layout=gl.SliceLayout(0, like.type.layout))
-    return gl.load(X + gl.expand_dims(o_r * C, 1) + gl.expand_dims(o_c, 0), mask=gl.expand_dims(o_c < C, 0), other=0.0)
+def places(X, b_y):
+    """Of what is ordered by thread, where a warp reads and writes whole lines of memory."""
+    o_r = gl.arange(0, b_y.shape[0], layout=gl.SliceLayout(1, b_y.type.layout))
+    o_c = gl.arange(0, b_y.shape[1], layout=gl.SliceLayout(0, b_y.type.layout))
+    return X + gl.expand_dims(o_r * b_y.shape[1], 1) + gl.expand_dims(o_c, 0)
+
+
+@gluon.jit
+def store(X, b_x):
+    b_y = by_thread(b_x)
+    gl.store(places(X, b_y), b_y)
+
+
+@gluon.jit
+def stored(X, like):
+    W: gl.constexpr = like.shape[1]
+    b_y = gl.load(places(X, by_thread(like)))
+    b_x = b_y.reshape([W // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([GROUP_ROWS, W])
+    return gl.convert_layout(b_x, like.type.layout)
+
+
+@gluon.jit
+def store_sum(part, I: gl.constexpr, b_x, C: gl.constexpr):
+    for PART in gl.static_range(parts(C)):
+        store(part + GROUP_ROWS * (I * columns(C) + before(C, PART)), b_x[PART])
 
 
 @gluon.jit
 def stored_sum(part, I: gl.constexpr, like, C: gl.constexpr):
-    X = part + I * GROUP_ROWS * C
-    b_y = (loaded_columns(X, like[0], C, 0),)
+    X = part + I * GROUP_ROWS * columns(C)
+    b_y = (stored(X, like[0]),)
     for PART in gl.static_range(1, parts(C)):
-        b_y = b_y + (loaded_columns(X, like[PART], C, PART),)
+        b_y = b_y + (stored(X + GROUP_ROWS * before(C, PART), like[PART]),)
     return b_y
 
 
 @gluon.jit
 def store_statistic(part, I: gl.constexpr, SUMS: gl.constexpr, b_r, C: gl.constexpr):
     zero = gl.zeros([GROUP_ROWS, COPIES], gl.float32, product_layout(COPIES))
-    store_rows_from(
-        part + GROUP_ROWS * (SUMS * C + I * COPIES), COPIES, GROUP_ROWS, (zero + by_row(b_r, zero),), COPIES
-    )
+    store(part + GROUP_ROWS * (SUMS * columns(C) + I * COPIES), zero + by_row(b_r, zero))
 
 
 @gluon.jit
 def stored_statistic(part, I: gl.constexpr, SUMS: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
     zero = gl.zeros([GROUP_ROWS, COPIES], gl.float32, product_layout(COPIES))
-    b_x = loaded_columns(part + GROUP_ROWS * (SUMS * C + I * COPIES), zero, COPIES, 0)
+    b_x = stored(part + GROUP_ROWS * (SUMS * columns(C) + I * COPIES), zero)
     return gl.convert_layout(gl.max(b_x, 1), LAYOUT)
 
 

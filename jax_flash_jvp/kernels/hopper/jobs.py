@@ -9,6 +9,7 @@ from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper.handover import part_size
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, column_widths
+from jax_flash_jvp.kernels.hopper.work import DIVISIBLE, TOGETHER, reciprocal
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
@@ -33,6 +34,7 @@ DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more than it costs: as long as it
 # takes to stream so many rows, for each part of a block but one.
 PART = 256
+UNLIKE = {"left", "right", "lengths", "tiles"}  # words of what makes blocks differ
 STATISTICS = " statistics"  # the word for a query side that makes those of its rows
 
 
@@ -75,6 +77,7 @@ QUERY_SIDE = {
     (64, "dual"): Ring(64, 12, False), (96, "dual"): Ring(32, 12, False), (128, "dual"): Ring(32, 8, True),
     (64, "tangent"): Ring(64, 10, False), (96, "tangent"): Ring(64, 8, False), (128, "tangent"): Ring(64, 6, False),
 }  # fmt: skip
+STATIC = {FORWARD[32], FORWARD[64], KEYS_DUAL[128]}  # with which programs take no blocks from a counter
 LONG = 1024  # rows; in loops over more, other rings
 IN_LONG_LOOPS = {
     Ring(64, 12, True, 3): Ring(64, 12, True, 3, deferred=True), Ring(32, 16, False): Ring(32, 16, True, deferred=True),
@@ -118,6 +121,9 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
         return "a `value` whose channels differ from those of `query`"
     if problem.scale < 1e-30:  # its reciprocal is to be a float32 too
         return "a `scale` that is not positive, or next to nothing"
+    rows = max(x.query.shape[1] * x.query.shape[2], x.key.shape[1] * x.key.shape[2]) * x.query.shape[0]
+    if rows // GROUP + x.query.shape[0] * x.query.shape[2] >= DIVISIBLE:
+        return "so many rows"
     if any(s % 8 for a in x[:3] for s in launcher.strides(a)[:-1]):
         return "strides that are not multiples of 16 bytes"
     return None
@@ -152,7 +158,7 @@ class _Call:
         self.portable = portable._Call(launcher, problem, x)
         self.features = self.portable.features
         self.words = {*self.features.split()}
-        self.alike = not {"left", "right", "lengths", "tiles"} & self.words  # all blocks
+        self.alike = not UNLIKE & self.words  # all blocks
         if self.portable.reach[1] < 0 or {"left", "lengths", "tiles"} & self.words:  # rows may see nothing
             self.features += " empty"
         self.scalars = (*self.portable.sizes, *self.portable.reach)
@@ -219,11 +225,14 @@ class _Call:
         waves = max(1, blocks // at_once // ROUNDS) if self.drifts(length) and written > 1 else 1
         ahead = length <= AHEAD and (written > 1 or not self.drifts(length))
         words = " persistent ahead" if ahead else " persistent"
+        words += " waves" * (waves > 1)
         share = self.rounds(ring, by_key)[1]
         if share:
             return waves * at_once, at_once, blocks // at_once * at_once, share, words + " shared"
         if self.alike and blocks > at_once and length <= PERSISTENT[kernel.__name__]:
             return waves * at_once, at_once, blocks, 0, words
+        if self.words & UNLIKE == {"right"} and blocks > at_once and ring not in STATIC:
+            return at_once, at_once, blocks, 0, words.replace(" waves", "") + " dynamic"
         return blocks, blocks, blocks, 0, ""
 
     def run(
@@ -244,18 +253,23 @@ class _Call:
         written = sum(o is not None and len(o.shape) == 4 for o in outputs)
         programs, at_once, whole, share, order = self.schedule(kernel, ring, by_key, written)
         blocks, rows = self.blocks(ring.groups, by_key), GROUP * ring.groups
+        heads, n_tiles = self.key_heads if by_key else self.query_heads, self.tiles(ring, by_key)
+        rest = self.batch * heads % TOGETHER.value or 1
+        divisors = (blocks // (self.batch * heads), heads, n_tiles, share or 1, TOGETHER.value, rest)
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
-        x, placeholder, tiles, handed_over = self.x, Output((1,), "float32"), None, None
+        x, placeholder, tiles, between = self.x, Output((1,), "float32"), None, None
         words += " deferred" * ring.deferred + " late" * ring.late
         if "tiles" in self.words:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
-        if whole < blocks:
-            handed_over = Output((at_once * ring.groups * part_size(GROUP, *parts, self.head_dim),), "float32")
+        if "dynamic" in order:  # the counter
+            between = Output((4,), "float32")
+        if whole < blocks:  # what programs hand over
+            between = Output((at_once * ring.groups * part_size(GROUP, *parts, self.head_dim),), "float32")
         got = self.launcher.launch(
             kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
-            (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once),
-            [placeholder if o is None else o for o in (*outputs, handed_over, *more)],
+            (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once, *map(reciprocal, divisors)),
+            [placeholder if o is None else o for o in (*outputs, between, *more)],
             dict(
                 C=self.head_dim, FEATURES=self.features + order + words, SLOTS=ring.slots, GROUPS=ring.groups,
                 TURNS=ring.turns, RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants

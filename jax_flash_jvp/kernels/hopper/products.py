@@ -60,6 +60,24 @@ def sums(C: gl.constexpr):
 
 
 @gluon.jit
+def packed(b_p, dtype: gl.constexpr):
+    """Numbers as 16-bit floats, of two columns in 32 bits: from one iteration to the next the compiler may hand over those
+    floats one by one, and puts them together each time."""
+    W: gl.constexpr = b_p.shape[1] // 2
+    TEXT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    b_0, b_1 = b_p.reshape([GROUP_ROWS, W, 2]).split()
+    return gl.inline_asm_elementwise(TEXT, "=r,f,f", [b_0, b_1], gl.int32, True, 1)
+
+
+@gluon.jit
+def unpacked(b_p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    W: gl.constexpr = 2 * b_p.shape[1]
+    b_0 = gl.inline_asm_elementwise("{.reg .b16 x; mov.b32 {$0, x}, $1;}", "=h,r", [b_p], gl.int16, True, 1)
+    b_1 = gl.inline_asm_elementwise("{.reg .b16 x; mov.b32 {x, $0}, $1;}", "=h,r", [b_p], gl.int16, True, 1)
+    return gl.convert_layout(gl.join(b_0, b_1).reshape([GROUP_ROWS, W]).to(dtype, bitcast=True), LAYOUT)
+
+
+@gluon.jit
 def sum_product(p, rows, b_x, PART: gl.constexpr):
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(rows[PART].shape[1]), k_width=2)
     return warpgroup_mma(gl.convert_layout(p, p_l), rows[PART], b_x[PART], is_async=True)

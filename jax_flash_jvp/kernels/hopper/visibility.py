@@ -160,6 +160,14 @@ def tile_at(t, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
 
 
 @gluon.jit
+def columns(T: gl.constexpr, LAYOUT: gl.constexpr):
+    """[1, T], numbers of the columns of a product as sums: of constants, which take no register, and of what depends on the
+    thread alone."""
+    o_t = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    return o_t & ~6, o_t & 6
+
+
+@gluon.jit
 def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """[GROUP_ROWS, T]: which of the keys from `column` on are seen by the queries from `row` on; if not ROW, which of the
     queries from `column` on see the keys from `row` on.  An interval of each row, of which an element costs a comparison or
@@ -167,7 +175,7 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
     query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, mask = sight
     o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     o_t = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
-    o_c = gl.expand_dims(o_t, 0)
+    o_c, o_x = columns(T, LAYOUT)
     if ROW:
         last = gl.where(o_r < query_end, key_end - 1, -1)
         if has(FEATURES, "right"):
@@ -176,11 +184,11 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
         last = gl.where(o_r < key_end, query_end - 1, -1)
         if has(FEATURES, "left"):
             last = gl.minimum(last, o_r + left)
-    seen = o_c <= gl.expand_dims(last - column, 1)
+    seen = o_c <= gl.expand_dims(last - column, 1) - o_x
     if ROW and has(FEATURES, "left"):
-        seen = seen & (o_c >= gl.expand_dims(o_r - left - column, 1))
+        seen = seen & (o_c >= gl.expand_dims(o_r - left - column, 1) - o_x)
     if has(FEATURES, "right") and not ROW:
-        seen = seen & (o_c >= gl.expand_dims(o_r - right - column, 1))
+        seen = seen & (o_c >= gl.expand_dims(o_r - right - column, 1) - o_x)
     if has(FEATURES, "segments"):
         if ROW:
             b_r = gl.load(Q_SEGMENTS + o_r, mask=o_r < LQ, other=0)
@@ -249,5 +257,5 @@ def hide(
 @gluon.jit
 def until(b_x, end, T: gl.constexpr, LAYOUT: gl.constexpr):
     """[GROUP_ROWS, T], zeros in the columns from `end` on, which may hold anything."""
-    o_c = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.where(gl.expand_dims(o_c, 0) < end, b_x, 0.0)
+    o_c, o_x = columns(T, LAYOUT)
+    return gl.where(o_c < end - o_x, b_x, 0.0)
