@@ -27,7 +27,6 @@ SPILL = {
     "segments": 720,
 }
 SPILL_MORE = {
-    ("forward", 64, "causal-ragged"): 500, ("forward", 64, "window-lengths"): 1720, ("forward", 64, "long-window-lengths"): 1760,
     ("forward_dual", 64, "window-lengths"): 1300, ("forward_dual", 64, "mask"): 700,
     ("forward_dual", 128, "window-lengths"): 850, ("tangent", 64, "window-lengths"): 1200,
     ("tangent", 64, "segments"): 960,
@@ -103,6 +102,10 @@ WORDS = {
 }  # fmt: skip
 
 
+# where programs take no blocks from a counter
+STATIC = {("forward", 32), ("forward", 64), ("key_side_dual", 128), ("key_side_tangent", 128)}
+
+
 def slow(job, head_dim, kind):
     if kind == "whole":
         return head_dim in (72, 96) or (head_dim < 64 and job not in ("forward_dual", "tangent"))
@@ -129,7 +132,8 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
         pytest.skip("one launch serves both sums there")
     kernel, signature, constants, options = last_launch(job, head_dim, kind)
     words = {*constants["FEATURES"].split()} & {"persistent", "ahead", "shared", "dynamic"}
-    assert words - ({"ahead"} if "causal" in kind else set()) == WORDS.get(kind, set())
+    static = (job, head_dim) in STATIC and "causal" in kind
+    assert words - ({"ahead"} if "causal" in kind else set()) == (set() if static else WORDS.get(kind, set()))
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert resources.warnings == ()
     assert unset_reads(resources.sass) == {}
