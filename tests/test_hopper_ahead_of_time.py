@@ -30,6 +30,7 @@ SPILL_MORE = {
     ("forward_dual", 64, "window-lengths"): 1300, ("forward_dual", 64, "mask"): 700,
     ("forward_dual", 128, "window-lengths"): 850, ("tangent", 64, "window-lengths"): 1200,
     ("tangent", 64, "segments"): 960,
+    ("query_side_tangent", 128, "causal-ragged"): 460,
     ("key_side_tangent", 64, "causal-ragged"): 580, ("key_side_dual", 128, "causal-ragged"): 440,
 }  # fmt: skip
 
