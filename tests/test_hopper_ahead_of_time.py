@@ -188,6 +188,7 @@ def test_waiting_for_a_part_leaves_warps_together(job):
         (29, 8192, 64, 8),
         (32, 8192, 64, 33),
         (3, 10**7, 64, 44390),
+        (3, 2 * 10**7, 64, 0),  # numbers of tiles are too large to divide
     ],
 )
 def test_tiles_of_shared_blocks_that_a_program_has(heads, length, head_dim, share):

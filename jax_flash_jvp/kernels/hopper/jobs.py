@@ -182,7 +182,7 @@ class _Call:
         at_once = self.launcher.multiprocessors or 1
         whole, rest = divmod(blocks, at_once)
         least = triton.cdiv(rest * n_tiles, at_once)
-        if self.alike and 0 < least < n_tiles:
+        if self.alike and 0 < least < n_tiles and at_once * n_tiles < DIVISIBLE:
             others = lambda share: -(-n_tiles // share) - 1 + (n_tiles % share > 0)  # parts of a block but one, at most
             tiles = lambda share: share + PART / ring.tile * others(share)
             even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer parts
