@@ -93,7 +93,7 @@ JOBS = (
 )
 
 
-ALONE = ("whole", "causal-ragged", "window-lengths", "mask", "segments")  # a program for every block
+ALONE = ("whole", "causal-ragged", "window-lengths", "mask", "segments")  # of which no blocks are shared
 
 
 WORDS = {
@@ -152,11 +152,10 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
 def test_unset_reads_are_found():
     text = """ULDC UR4, c[0x0][0x10]; @P0 BRA 0x40; UIADD3 UR5, UP0, UR4, 0x2, URZ; BRX R2 -0x30; {}; EXIT;
               R2UR UR7, R4; IMAD R3, R3, UR7, R4; EXIT;"""
-    code = lambda read: dict(enumerate((" ".join(t.split()) for t in text.format(read).split(";")[:-1]), start=0))
-    spaced = lambda read: {16 * i: instruction for i, instruction in code(read).items()}
-    assert unset_reads(spaced("UMOV UR6, UR4")) == {}
+    code = lambda read: {16 * i: " ".join(t.split()) for i, t in enumerate(text.format(read).split(";")[:-1])}
+    assert unset_reads(code("UMOV UR6, UR4")) == {}
     for read in ("UMOV UR6, UR5", "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", "@P1 IMAD.U32 R1, RZ, RZ, UR5"):
-        assert unset_reads(spaced(read)) == {64: read}
+        assert unset_reads(code(read)) == {64: read}
 
 
 @pytest.mark.parametrize(("job", "head_dim"), [("forward_dual", 64), ("forward_dual", 128), ("tangent", 96)])

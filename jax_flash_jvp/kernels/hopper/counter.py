@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from jax_flash_jvp.kernels.hopper.pipeline import advance, barriers, give_back, wait
+from jax_flash_jvp.kernels.hopper.pipeline import AGAIN, advance, barriers, give_back, wait
 
 # shared: numbers of blocks, on their way from the producer to the warpgroups
 Queue = namedtuple("Queue", "numbers full empty")
@@ -29,16 +29,12 @@ mov.b64 flag, 0xC2B2AE3D27D4EB4F;
 @first st.release.gpu.global.b64 [$1], flag;
 mov.b32 $0, 0;
 }""")
-TAKE = gl.constexpr("""{
+TAKE = gl.constexpr(f"""{{
 .reg .pred first, absent;
 .reg .b32 lane, number;
 .reg .b64 flag, seen;
 mov.b64 flag, 0xC2B2AE3D27D4EB4F;
-AGAIN:
-ld.acquire.gpu.global.b64 seen, [$1];
-setp.ne.b64 absent, seen, flag;
-vote.sync.any.pred absent, absent, -1;
-@absent bra AGAIN;
+{AGAIN}
 mov.u32 lane, %laneid;
 setp.eq.u32 first, lane, 0;
 mov.b32 number, 0;
@@ -48,7 +44,7 @@ setp.eq.and.u32 first, number, $2, first;
 mov.b64 seen, 0;
 @first st.relaxed.gpu.global.b64 [$1], seen;
 mov.b32 $0, number;
-}""")
+}}""")
 
 
 @gluon.jit
@@ -65,7 +61,7 @@ def counted(COUNTER, number, TEXT: gl.constexpr):
 
 @gluon.jit
 def begun(COUNTER, call):
-    """This program's own number."""
+    """This program's own number; the first program begins the counter."""
     if gl.program_id(0) == 0:
         counted(COUNTER, call.at_once, BEGIN)
     return gl.program_id(0)

@@ -15,13 +15,14 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jax_flash_jvp.kernels.hopper.pipeline import AGAIN
 from jax_flash_jvp.kernels.hopper.products import (
     GROUP_ROWS,
     LN2,
     LOG2E,
     before,
     by_row,
-    column_widths,
+    columns,
     increased,
     parts,
     product_layout,
@@ -37,24 +38,15 @@ mov.b64 flag, 0x9E3779B97F4A7C15;
 st.release.gpu.global.b64 [$1], flag;
 mov.b32 $0, 0;
 }""")
-AWAIT = gl.constexpr("""{
+AWAIT = gl.constexpr(f"""{{
 .reg .pred absent;
 .reg .b64 flag, seen;
 mov.b64 flag, 0x9E3779B97F4A7C15;
-AGAIN:
-ld.acquire.gpu.global.b64 seen, [$1];
-setp.ne.b64 absent, seen, flag;
-vote.sync.any.pred absent, absent, -1;
-@absent bra AGAIN;
+{AGAIN}
 mov.b64 seen, 0;
 st.global.b64 [$1], seen;
 mov.b32 $0, 0;
-}""")
-
-
-@triton.constexpr_function
-def columns(channels):
-    return sum(column_widths(channels))
+}}""")
 
 
 @triton.constexpr_function

@@ -159,7 +159,7 @@ class _Call:
         self.features = self.portable.features
         self.words = {*self.features.split()}
         self.alike = not UNLIKE & self.words  # all blocks
-        if self.portable.reach[1] < 0 or {"left", "lengths", "tiles"} & self.words:  # rows may see nothing
+        if self.portable.reach[1] < 0 or (UNLIKE - {"right"}) & self.words:  # rows may see nothing
             self.features += " empty"
         self.scalars = (*self.portable.sizes, *self.portable.reach)
         self.statistic, self.output = self.portable.statistic, self.portable.output
@@ -225,14 +225,14 @@ class _Call:
         waves = max(1, blocks // at_once // ROUNDS) if self.drifts(length) and written > 1 else 1
         ahead = length <= AHEAD and (written > 1 or not self.drifts(length))
         words = " persistent ahead" if ahead else " persistent"
+        if self.words & UNLIKE == {"right"} and blocks > at_once and ring not in STATIC:
+            return at_once, at_once, blocks, 0, words + " dynamic"
         words += " waves" * (waves > 1)
         share = self.rounds(ring, by_key)[1]
         if share:
             return waves * at_once, at_once, blocks // at_once * at_once, share, words + " shared"
         if self.alike and blocks > at_once and length <= PERSISTENT[kernel.__name__]:
             return waves * at_once, at_once, blocks, 0, words
-        if self.words & UNLIKE == {"right"} and blocks > at_once and ring not in STATIC:
-            return at_once, at_once, blocks, 0, words.replace(" waves", "") + " dynamic"
         return blocks, blocks, blocks, 0, ""
 
     def run(

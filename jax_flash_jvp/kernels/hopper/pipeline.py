@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, column_widths
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, columns
 
 # renamed between Triton 3.6 and 3.9
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -25,6 +25,12 @@ copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else asy
 Cursor = namedtuple("Cursor", "slot phase")  # where a warp is in a ring, and the phase of that slot's barriers
 
 
+# PTX that waits for a 64-bit flag at an address, all lanes alike; see `handover.py` and `counter.py`
+AGAIN = """AGAIN:
+ld.acquire.gpu.global.b64 seen, [$1];
+setp.ne.b64 absent, seen, flag;
+vote.sync.any.pred absent, absent, -1;
+@absent bra AGAIN;"""
 SHARED_MEMORY = 224 * 1024  # bytes that tiles may fill, beside barriers and statistics
 
 
@@ -32,7 +38,7 @@ SHARED_MEMORY = 224 * 1024  # bytes that tiles may fill, beside barriers and sta
 def resident_buffers(resident, streamed, channels, features):
     """For how many blocks a program holds so many resident rows, of 16 bits, beside those of its ring: for two, where it is to
     load "ahead" and there is room."""
-    row = 2 * sum(column_widths(channels))
+    row = 2 * columns(channels)
     return 2 if "ahead" in features.split() and (2 * resident + streamed) * row <= SHARED_MEMORY else 1
 
 

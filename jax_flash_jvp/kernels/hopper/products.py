@@ -37,6 +37,12 @@ def parts(channels):
 
 
 @triton.constexpr_function
+def columns(channels):
+    """Of all parts."""
+    return sum(column_widths(channels))
+
+
+@triton.constexpr_function
 def product_layout(columns):
     """The layout in registers of what a warpgroup multiplies."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
@@ -217,13 +223,9 @@ def row_dot(b_x, b_y):
 @gluon.jit
 def store_rows(X, i_b, i_h, H, row, L, b_x, C: gl.constexpr):
     """From registers: the rows of a warpgroup, as far as they exist, in a contiguous [B, L, H, C] array."""
-    store_rows_from(X + ((i_b.to(gl.int64) * L + row) * H + i_h) * C, H * C, L - row, b_x, C)
-
-
-@gluon.jit
-def store_rows_from(X, stride, n, b_x, C: gl.constexpr):
+    X += ((i_b.to(gl.int64) * L + row) * H + i_h) * C
     for PART in gl.static_range(parts(C)):
-        store_columns(X, stride, n, b_x[PART], C, PART)
+        store_columns(X, H * C, L - row, b_x[PART], C, PART)
 
 
 @triton.constexpr_function
@@ -249,9 +251,7 @@ def side_by_side(b_x):
 
 @gluon.jit
 def store_columns(X, stride, n, b_x, C: gl.constexpr, PART: gl.constexpr):
-    b_x = b_x.to(X.dtype.element_ty)
-    if X.dtype.element_ty != gl.float32:
-        b_x = side_by_side(b_x)
+    b_x = side_by_side(b_x.to(X.dtype.element_ty))
     o_r = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, b_x.type.layout))
     o_c = before(C, PART) + gl.arange(0, width(C, PART), layout=gl.SliceLayout(0, b_x.type.layout))
     m_x = gl.expand_dims(o_r < n, 1)
