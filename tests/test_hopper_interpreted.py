@@ -187,7 +187,7 @@ SHARED = {
 
 @pytest.fixture
 def shared_always(monkeypatch):
-    monkeypatch.setattr(hopper, "PART", -10000)
+    monkeypatch.setattr(hopper, "PART", dict.fromkeys(hopper.PART, -10000))
 
 
 @pytest.mark.usefixtures("shared_always")
@@ -215,7 +215,7 @@ def test_parts_that_see_nothing():
 @pytest.mark.parametrize("broken", [False, True], ids=["", "broken"])
 def test_programs_without_a_share_compute_whole_blocks(monkeypatch, broken):
     """Where parts are dear, few programs have any."""
-    monkeypatch.setattr(hopper, "PART", 100)
+    monkeypatch.setattr(hopper, "PART", dict.fromkeys(hopper.PART, 100))
     change = ("gl.minimum(first + call.share, (call.n - call.n_whole) * n_tiles)", "first + call.share")
     launcher = gluon_on_numpy.Launcher(*change if broken else (), multiprocessors=5)
     with pytest.raises((AssertionError, IndexError)) if broken else contextlib.nullcontext():
@@ -237,7 +237,7 @@ def test_blocks_that_programs_share_without_some_tangents(wrt):
 def test_programs_in_waves(monkeypatch, shared, change):
     """Where rows are not whole sectors of memory, and two arrays are written."""
     monkeypatch.setattr(hopper, "ROUNDS", 2)
-    monkeypatch.setattr(hopper, "PART", -10000 if shared else 100000)
+    monkeypatch.setattr(hopper, "PART", dict.fromkeys(hopper.PART, -10000 if shared else 100000))
     launcher = gluon_on_numpy.Launcher(*change, multiprocessors=3)
     with pytest.raises(AssertionError) if change else contextlib.nullcontext():
         check(problem(72, False), *operands((2, 250, 140, 4, 4, 72)), launcher=launcher)
@@ -300,23 +300,36 @@ SHARED_MUTANTS = {
     "first-part-left-out": ("divided(block * n_tiles, call", "divided((block + 1) * n_tiles, call"),
     "parts-for-others-lost": ("(wave == 0) & (over > 0)", "wave < 0"),
     "waits-for-itself": ("since, in_wave(call, FEATURES))", "since, in_wave(call, FEATURES) + 1)"),
-    "nothing-said": ("flags(part, N, N, C, SAY)", "pass"),
-    "weights-ignored": ("b_o = increased(scaled(b_o, old), new, b_x)", "b_o = increased(b_o, new, b_x)"),
-    "weights-without-a-tangent-ignored": ("increased(scaled(b_o, old), new, stored", "increased(b_o, new, stored"),
-    "mean-ignored": ("b_to = increased(b_to, -step, b_o)", "pass"),
-    "mean-of-the-other-ignored": ("b_t = increased(b_t, c_1, b_x)", "pass"),
-    "gradients-of-the-last-alone": ("both = (with_sum(part, 0, sums[0], C),)", "both = (sums[0],)"),
+    "nothing-said": ("flags(part, sums, statistics, C, SAY)", "pass"),
+    "weights-ignored": ("increased(scaled(sums[0], a_0), a_1, b_x)", "increased(sums[0], a_1, b_x)"),
+    "weights-without-a-tangent-ignored": (
+        "increased(scaled(sums[0], a_0), a_1, stored",
+        "increased(sums[0], a_1, stored",
+    ),
+    "mean-ignored": ("increased(sums[1], -step, sums[0])", "sums[1]"),
+    "mean-of-the-other-ignored": ("b_to = increased(b_to, a_1 * (between - step), b_x)", "pass"),
+    "gradients-of-the-last-alone": ("b_y = (sums[I][0] + b_x[0],)", "b_y = (sums[I][0],)"),
+}
+RESUMED_MUTANTS = {  # where a part is gone on with
+    "twice": ("range(work.since + work.resumed", "range(work.since"),
+    "from-zeros": ("sums = some\n", "pass\n"),
+    "without-statistics": ("        statistics = stored_statistics(", "        _ = stored_statistics("),
+    "of-another": ("part_of(PARTS, work.since, w", "part_of(PARTS, work.since + 1, w"),
 }
 
 
 @pytest.mark.usefixtures("shared_always")
-@pytest.mark.parametrize(("old", "new"), SHARED_MUTANTS.values(), ids=SHARED_MUTANTS)
-def test_broken_sharing_fails(old, new):
+@pytest.mark.parametrize(
+    ("multiprocessors", "change"),
+    [*((5, change) for change in SHARED_MUTANTS.values()), *((2, change) for change in RESUMED_MUTANTS.values())],
+    ids=[*SHARED_MUTANTS, *RESUMED_MUTANTS],
+)
+def test_broken_sharing_fails(multiprocessors, change):
     with pytest.raises(AssertionError):
         check(
             problem(64, False),
-            *operands((1, 250, 330, 1, 1, 64)),
-            launcher=gluon_on_numpy.Launcher(old, new, multiprocessors=5),
+            *operands((1, 300, 330, 1, 1, 64)),
+            launcher=gluon_on_numpy.Launcher(*change, multiprocessors=multiprocessors),
         )
 
 

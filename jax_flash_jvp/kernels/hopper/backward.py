@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from jax_flash_jvp.kernels.hopper.counter import begun, queue, received, taken
-from jax_flash_jvp.kernels.hopper.handover import hand_over_sums, part_of, with_sums
+from jax_flash_jvp.kernels.hopper.handover import hand_over, resumed, with_others
 from jax_flash_jvp.kernels.hopper.pipeline import (
     Cursor,
     advance,
@@ -339,6 +339,20 @@ def wanted(a, c, ta, tc, options):
 
 
 @gluon.jit
+def all_four(some, options):
+    """Of those, with zeros for the others."""
+    I_C: gl.constexpr = 1 if options.WANT_A else 0
+    I_TA: gl.constexpr = I_C + (1 if options.WANT_C else 0)
+    I_TC: gl.constexpr = I_TA + (1 if options.WANT_TA else 0)
+    zero = sums(options.C)
+    a = some[0] if options.WANT_A else zero
+    c = some[I_C] if options.WANT_C else zero
+    ta = some[I_TA] if options.WANT_TA else zero
+    tc = some[I_TC] if options.WANT_TC else zero
+    return a, c, ta, tc
+
+
+@gluon.jit
 def consume_block(
     i, i_w: gl.constexpr, b_at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options
 ):  # fmt: skip
@@ -382,10 +396,10 @@ def consume_block(
     block = own(i, call, selection, options)
     i_b, i_a, query_end, key_end = block.i_b, block.i_a, block.query_end, block.key_end
     a_start = block.i_block * (GROUPS * GROUP_ROWS) + GROUP_ROWS * i_w
-    b_da = sums(C)
-    b_dc = sums(C)
-    b_tda = sums(C)
-    b_tdc = sums(C)
+    b_da, b_dc, b_tda, b_tdc = sums(C), sums(C), sums(C), sums(C)
+    if has(FEATURES, "shared"):
+        some, _ = resumed(results.PARTS, block.work, i_w, GROUPS, wanted(b_da, b_dc, b_tda, b_tdc, options), (), C)
+        b_da, b_dc, b_tda, b_tdc = all_four(some, options)
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
     zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
     own_rows = a_at.slot * GROUPS + i_w
@@ -578,27 +592,20 @@ def consume_block(
     i_b, i_a = block.i_b, block.i_a
     a_start = (block.i_block * GROUPS + i_w) * GROUP_ROWS
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
-    factor = gl.full([GROUP_ROWS], scale, gl.float32, gl.SliceLayout(1, s_l))
-    if PADDED_A:
-        b_da = zeroed(b_da, o_a >= end_a)
-        b_dc = zeroed(b_dc, o_a >= end_a)
-        b_tda = zeroed(b_tda, o_a >= end_a)
-        b_tdc = zeroed(b_tdc, o_a >= end_a)
-    b_da = scaled(b_da, factor)
-    b_tda = scaled(b_tda, factor)
     gradients = wanted(b_da, b_dc, b_tda, b_tdc, options)
     if has(FEATURES, "shared"):
-        for program in range(block.work.since, block.work.until):
-            part = part_of(results.PARTS, program, i_w, GROUPS, len(gradients), 0, C)
-            gradients = with_sums(part, gradients, C)
+        gradients, _ = with_others(results.PARTS, block.work, i_w, GROUPS, gradients, (), C)
     if block.work.handed_over:
         if has(FEATURES, "shared"):
-            part = part_of(results.PARTS, in_wave(call, FEATURES), i_w, GROUPS, len(gradients), 0, C)
-            hand_over_sums(part, gradients, C)
+            hand_over(results.PARTS, in_wave(call, FEATURES), i_w, GROUPS, gradients, (), C)
     else:
         arrays = wanted(results.DA, results.DC, results.TDA, results.TDC, options)
+        scales = wanted(scale, 1.0, scale, 1.0, options)
         for I in gl.static_range(len(gradients)):
-            store_rows(arrays[I], i_b, i_a, HA, a_start, LA, gradients[I], C)
+            b_x = scaled(gradients[I], gl.full([GROUP_ROWS], scales[I], gl.float32, gl.SliceLayout(1, s_l)))
+            if PADDED_A:
+                b_x = zeroed(b_x, o_a >= end_a)
+            store_rows(arrays[I], i_b, i_a, HA, a_start, LA, b_x, C)
     return b_at, s_at, tick
 
 

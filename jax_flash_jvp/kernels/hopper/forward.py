@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from jax_flash_jvp.kernels.hopper.counter import begun, queue, received, taken
-from jax_flash_jvp.kernels.hopper.handover import hand_over_forward, part_of, with_forward
+from jax_flash_jvp.kernels.hopper.handover import hand_over, resumed, with_others
 from jax_flash_jvp.kernels.hopper.pipeline import (
     Cursor,
     advance,
@@ -80,8 +80,8 @@ Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors, of the parts of 
 # shared: resident rows, the ring, barriers, numbers of blocks
 Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn queue")
 Results = namedtuple("Results", "O LSE TO MU PARTS")  # the last between programs: parts of blocks, or a counter
-# an `item`: batch entry, query head, first query (then that of a warpgroup), what is seen, tiles to visit
-Block = namedtuple("Block", "i_b i_h row sight visits")
+# an `item`: of it batch entry, query head, first query (then that of a warpgroup), what is seen, tiles to visit
+Block = namedtuple("Block", "work i_b i_h row sight visits")
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def own(i, call, selection, options):
     if has(FEATURES, "shared"):
         visits = within(visits, work, 0, 1, False)
     sight = selected(selection, i_b, i_h, call, query_end, key_end, FEATURES)
-    return Block(i_b, i_h, q_row, sight, visits)
+    return Block(work, i_b, i_h, q_row, sight, visits)
 
 
 @gluon.jit
@@ -139,7 +139,7 @@ def produce_block(i, at, q_at, arrays, memory, call, selection, options):
     BN: gl.constexpr = options.BN
     SLOTS: gl.constexpr = options.SLOTS
     FEATURES: gl.constexpr = options.FEATURES
-    i_b, i_h, q_row, _, visits = own(i, call, selection, options)
+    _, i_b, i_h, q_row, _, visits = own(i, call, selection, options)
     i_k = i_h // call.GROUP
     # one block after the other: behind the first tiles, where there is room for these alone while queries are still needed
     AFTER: gl.constexpr = has(FEATURES, "persistent") and options.BUFFERS == 1
@@ -254,7 +254,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     HAS_TK: gl.constexpr = options.HAS_TK
     HAS_TV: gl.constexpr = options.HAS_TV
     LINEAR: gl.constexpr = options.LINEAR
-    i_b, i_h, row, sight, visits = block
+    work, i_b, i_h, row, sight, visits = block
     HQ, LQ = call.HQ, call.LQ
     full, empty, turn = memory.full, memory.empty, memory.turn
     s_l: gl.constexpr = product_layout(BN)
@@ -276,6 +276,10 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     b_c = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     b_to = sums(C)
+    if has(FEATURES, "shared"):
+        both, rows = resumed(results.PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), C)
+        b_o, b_to = both
+        b_l, b_m, b_c = rows
     for MASKED in gl.static_range(2):
         if not MASKED or options.MASKS:
             t_first, t_end = range_of(visits, MASKED)
@@ -349,33 +353,29 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
     i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * GROUPS + w) * GROUP_ROWS
-    if LINEAR:
-        nothing = b_m == float("inf")
-    else:
-        nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight.query_end)  # and padding
-        b_l = gl.where(nothing, 1.0, b_l)
-        b_o = scaled(b_o, 1.0 / b_l)
-        b_to = scaled(b_to, 1.0 / b_l)
-        b_lse = (b_m + gl.log2(b_l)) * LN2
-        if has(FEATURES, "empty"):
-            b_o = zeroed(b_o, nothing)
-            b_lse = gl.where(nothing, -float("inf"), b_lse)
-    if has(FEATURES, "empty"):
-        b_to = zeroed(b_to, nothing)
-        b_c = gl.where(nothing, 0.0, b_c)
     O, LSE, TO, MU, PARTS = results
     if has(FEATURES, "shared"):
-        b_w = b_l if LINEAR else b_lse
-        for program in range(work.since, work.until):
-            part = part_of(PARTS, program, w, GROUPS, 2, 2, C)
-            b_o, b_to, b_w, b_c = with_forward(part, b_o, b_to, b_w, b_c, HAS_O, True, LINEAR, C, r_l)
-        if not LINEAR:
-            b_lse = b_w
+        both, rows = with_others(PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), C)
+        b_o, b_to = both
+        b_l, b_m, b_c = rows
     if work.handed_over:
         if has(FEATURES, "shared"):
-            part = part_of(PARTS, in_wave(call, FEATURES), w, GROUPS, 2, 2, C)
-            hand_over_forward(part, b_o, b_to, b_w, b_c, HAS_O, True, C)
+            hand_over(PARTS, in_wave(call, FEATURES), w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), C)
     else:
+        if LINEAR:
+            nothing = b_m == float("inf")
+        else:
+            nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight.query_end)  # and padding
+            b_l = gl.where(nothing, 1.0, b_l)
+            b_o = scaled(b_o, 1.0 / b_l)
+            b_to = scaled(b_to, 1.0 / b_l)
+            b_lse = (b_m + gl.log2(b_l)) * LN2
+            if has(FEATURES, "empty"):
+                b_o = zeroed(b_o, nothing)
+                b_lse = gl.where(nothing, -float("inf"), b_lse)
+        if has(FEATURES, "empty"):
+            b_to = zeroed(b_to, nothing)
+            b_c = gl.where(nothing, 0.0, b_c)
         if not LINEAR:
             store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
             store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
@@ -393,7 +393,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     TURNS: gl.constexpr = options.TURNS
     FEATURES: gl.constexpr = options.FEATURES
     SCORES_ALONE: gl.constexpr = C > 96  # in a turn, without P V
-    i_b, i_h, row, sight, visits = block
+    work, i_b, i_h, row, sight, visits = block
     HQ, LQ = call.HQ, call.LQ
     ring, full, empty, turn = memory.ring, memory.full, memory.empty, memory.turn
     s_l: gl.constexpr = product_layout(BN)
@@ -402,6 +402,10 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
+    if has(FEATURES, "shared"):
+        one, rows = resumed(results.PARTS, work, w, GROUPS, (b_o,), (b_l, b_m), C)
+        b_o = one[0]
+        b_l, b_m = rows
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     for MASKED in gl.static_range(2):
         t_first, t_end = range_of(visits, MASKED)
@@ -465,26 +469,23 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
     i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * GROUPS + w) * GROUP_ROWS
-    b_lse = (b_m + gl.log2(b_l)) * LN2
-    if has(FEATURES, "empty") or has(FEATURES, "shared"):
-        b_l = gl.where(b_l == 0.0, 1.0, b_l)
-    b_o = scaled(b_o, 1.0 / b_l)
-    if has(FEATURES, "empty"):
-        nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight.query_end)
-        b_lse = gl.where(nothing, -float("inf"), b_lse)
-        b_o = zeroed(b_o, nothing)
     O, LSE, _, _, PARTS = results
     if has(FEATURES, "shared"):
-        for program in range(work.since, work.until):
-            part = part_of(PARTS, program, w, GROUPS, 1, 1, C)
-            both = with_forward(part, b_o, b_o, b_lse, b_lse, True, False, False, C, r_l)
-            b_o, b_lse = both[0], both[2]
+        one, rows = with_others(PARTS, work, w, GROUPS, (b_o,), (b_l, b_m), C)
+        b_o = one[0]
+        b_l, b_m = rows
     if work.handed_over:
         if has(FEATURES, "shared"):
-            hand_over_forward(
-                part_of(PARTS, in_wave(call, FEATURES), w, GROUPS, 1, 1, C), b_o, b_o, b_lse, b_lse, True, False, C
-            )
+            hand_over(PARTS, in_wave(call, FEATURES), w, GROUPS, (b_o,), (b_l, b_m), C)
     else:
+        b_lse = (b_m + gl.log2(b_l)) * LN2
+        if has(FEATURES, "empty"):
+            b_l = gl.where(b_l == 0.0, 1.0, b_l)
+        b_o = scaled(b_o, 1.0 / b_l)
+        if has(FEATURES, "empty"):
+            nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight.query_end)
+            b_lse = gl.where(nothing, -float("inf"), b_lse)
+            b_o = zeroed(b_o, nothing)
         store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
         store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
     return k_at, tick
@@ -492,8 +493,8 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
 
 @gluon.jit
 def consume_block(i, w: gl.constexpr, at, tick, q_at, memory, SAVED, results, scale, call, selection, options):
-    i_b, i_h, q_row, sight, visits = own(i, call, selection, options)
-    block = Block(i_b, i_h, q_row + GROUP_ROWS * w, sight, visits)
+    work, i_b, i_h, q_row, sight, visits = own(i, call, selection, options)
+    block = Block(work, i_b, i_h, q_row + GROUP_ROWS * w, sight, visits)
     own_queries = q_at.slot * options.GROUPS + w
     mbarrier.wait(memory.q_full.index(own_queries), q_at.phase)
     if options.HAS_TQ or options.HAS_TK or options.HAS_TV:

@@ -1,10 +1,11 @@
 """Parts of a block, from the programs that computed them to the one that puts them together, see `item` in `work.py`.
 
-Of parts of a softmax, each over some of the keys, with their (o, ℓ, ȯ, μ), two at a time:
+What is handed over is what a loop over tiles keeps, sums and statistics of their rows, so that another may go on from there.
+Of parts of a softmax, each over some of the keys, with their maxima m, in base 2, sums l, o and ȯ, and μ, two at a time:
 
-    ℓ = log(exp ℓ₀ + exp ℓ₁)      aᵢ = exp(ℓᵢ − ℓ)      o = Σᵢ aᵢ oᵢ      μ = Σᵢ aᵢ μᵢ      ȯ = Σᵢ aᵢ (ȯᵢ + (μᵢ − μ) oᵢ)
+    m = max(m₀, m₁)   aᵢ = 2 ** (mᵢ − m)   l = Σᵢ aᵢ lᵢ   o = Σᵢ aᵢ oᵢ   μ = Σᵢ aᵢ lᵢ μᵢ / l   ȯ = Σᵢ aᵢ (ȯᵢ + (μᵢ − μ) oᵢ)
 
-The tangent alone has P from the saved ℓ: its parts are sums as they are, and ΣP in the place of ℓᵢ.  Gradients are added up.
+Gradients are added up.
 
 Every thread hands over what it holds to the thread with its number in the other program, through memory: its elements of the
 sums, and of statistics as many copies as make each thread's own, then a flag.  Nobody else reads these, so no thread waits for
@@ -18,8 +19,6 @@ from triton.experimental.gluon import language as gl
 from jax_flash_jvp.kernels.hopper.pipeline import AGAIN
 from jax_flash_jvp.kernels.hopper.products import (
     GROUP_ROWS,
-    LN2,
-    LOG2E,
     before,
     by_row,
     columns,
@@ -29,7 +28,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     scaled,
 )
 
-_COPIES = 16  # of a statistic: as many columns as the narrowest product has
+_COPIES = 8  # of a statistic: as many columns as the narrowest product has
 COPIES = gl.constexpr(_COPIES)
 # PTX: a thread's stores are done; those of another are, and its flag is taken down again
 SAY = gl.constexpr("""{
@@ -57,17 +56,15 @@ def part_size(rows, sums, statistics, channels):
 
 
 @gluon.jit
-def part_of(
-    PARTS, program, w: gl.constexpr, GROUPS: gl.constexpr, SUMS: gl.constexpr, STATISTICS: gl.constexpr, C: gl.constexpr
-):
+def part_of(PARTS, program, w: gl.constexpr, GROUPS: gl.constexpr, sums, statistics, C: gl.constexpr):
     """Where that of a warpgroup is: a program hands over one part of a block at most."""
-    return PARTS + (program * GROUPS + w) * part_size(GROUP_ROWS, SUMS, STATISTICS, C)
+    return PARTS + (program * GROUPS + w) * part_size(GROUP_ROWS, len(sums), len(statistics), C)
 
 
 @gluon.jit
-def flags(part, SUMS: gl.constexpr, STATISTICS: gl.constexpr, C: gl.constexpr, TEXT: gl.constexpr):
+def flags(part, sums, statistics, C: gl.constexpr, TEXT: gl.constexpr):
     o = gl.arange(0, 2 * GROUP_ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    address = (part + GROUP_ROWS * (SUMS * columns(C) + COPIES * STATISTICS) + 2 * o).to(gl.int64)
+    address = (part + GROUP_ROWS * (len(sums) * columns(C) + COPIES * len(statistics)) + 2 * o).to(gl.int64)
     gl.inline_asm_elementwise(TEXT, "=r,l", [address], gl.int32, False, 1)
 
 
@@ -102,109 +99,102 @@ def stored(X, like):
 
 
 @gluon.jit
-def store_sum(part, I: gl.constexpr, b_x, C: gl.constexpr):
-    for PART in gl.static_range(parts(C)):
-        store(part + GROUP_ROWS * (I * columns(C) + before(C, PART)), b_x[PART])
-
-
-@gluon.jit
 def stored_sum(part, I: gl.constexpr, like, C: gl.constexpr):
     X = part + I * GROUP_ROWS * columns(C)
-    b_y = (stored(X, like[0]),)
+    b_x = (stored(X, like[0]),)
     for PART in gl.static_range(1, parts(C)):
-        b_y = b_y + (stored(X + GROUP_ROWS * before(C, PART), like[PART]),)
-    return b_y
+        b_x = b_x + (stored(X + GROUP_ROWS * before(C, PART), like[PART]),)
+    return b_x
 
 
 @gluon.jit
-def store_statistic(part, I: gl.constexpr, SUMS: gl.constexpr, b_r, C: gl.constexpr):
+def copies(b_r):
+    """[GROUP_ROWS, COPIES], of a number for each row."""
     zero = gl.zeros([GROUP_ROWS, COPIES], gl.float32, product_layout(COPIES))
-    store(part + GROUP_ROWS * (SUMS * columns(C) + I * COPIES), zero + by_row(b_r, zero))
+    return zero + by_row(b_r, zero)
 
 
 @gluon.jit
-def stored_statistic(part, I: gl.constexpr, SUMS: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
-    zero = gl.zeros([GROUP_ROWS, COPIES], gl.float32, product_layout(COPIES))
-    b_x = stored(part + GROUP_ROWS * (SUMS * columns(C) + I * COPIES), zero)
-    return gl.convert_layout(gl.max(b_x, 1), LAYOUT)
+def stored_statistics(part, sums, statistics, C: gl.constexpr):
+    some = ()
+    for I in gl.static_range(len(statistics)):
+        X = part + GROUP_ROWS * (len(sums) * columns(C) + I * COPIES)
+        b_x = gl.max(stored(X, copies(statistics[I])), 1)
+        some = some + (gl.convert_layout(b_x, statistics[I].type.layout),)
+    return some
 
 
 @gluon.jit
-def hand_over_forward(part, b_o, b_to, b_w, b_c, HAS_O: gl.constexpr, HAS_T: gl.constexpr, C: gl.constexpr):
-    """o, ȯ, ℓ or ΣP, μ."""
-    N: gl.constexpr = 2 if HAS_T else 1
-    store_statistic(part, 0, N, b_w, C)
-    if HAS_O:
-        store_sum(part, 0, b_o, C)
-    if HAS_T:
-        store_statistic(part, 1, N, b_c, C)
-        store_sum(part, 1, b_to, C)
-    flags(part, N, N, C, SAY)
-
-
-@gluon.jit
-def with_forward(
-    part, b_o, b_to, b_w, b_c,
-    HAS_O: gl.constexpr, HAS_T: gl.constexpr, LINEAR: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The same of all keys of these and of that part, when it has been handed over."""
-    N: gl.constexpr = 2 if HAS_T else 1
-    flags(part, N, N, C, AWAIT)
-    w_1 = stored_statistic(part, 0, N, C, LAYOUT)
-    if LINEAR:
-        b_sum = b_w + w_1
-        new = w_1 / gl.where(b_sum == 0.0, 1.0, b_sum)
-        old = 1.0 - new
-        b_w = b_sum
-    else:
-        b_m = gl.maximum(b_w, w_1)
-        old = gl.exp2((b_w - b_m) * LOG2E)
-        new = gl.exp2((w_1 - b_m) * LOG2E)
-        b_sum = old + new
-        old /= b_sum
-        new /= b_sum
-        b_w = b_m + gl.log2(b_sum) * LN2
-    if HAS_T:
-        c_1 = stored_statistic(part, 1, N, C, LAYOUT) - b_c
-        step = new * c_1  # of μ
-        c_1 -= step
-        b_c += step
-        if LINEAR:
-            old = gl.full([GROUP_ROWS], 1.0, gl.float32, LAYOUT)
-            new = old
-        b_t = stored_sum(part, 1, b_to, C)
-        if HAS_O:
-            b_x = stored_sum(part, 0, b_o, C)
-            b_to = increased(b_to, -step, b_o)
-            b_t = increased(b_t, c_1, b_x)
-            b_o = increased(scaled(b_o, old), new, b_x)
-        b_to = increased(scaled(b_to, old), new, b_t)
-    else:
-        b_o = increased(scaled(b_o, old), new, stored_sum(part, 0, b_o, C))
-    return b_o, b_to, b_w, b_c
-
-
-@gluon.jit
-def with_sum(part, I: gl.constexpr, b_x, C: gl.constexpr):
-    b_y = stored_sum(part, I, b_x, C)
-    b_z = (b_x[0] + b_y[0],)
-    for PART in gl.static_range(1, len(b_x)):
-        b_z = b_z + (b_x[PART] + b_y[PART],)
-    return b_z
-
-
-@gluon.jit
-def hand_over_sums(part, sums, C: gl.constexpr):
+def hand_over(PARTS, program, w: gl.constexpr, GROUPS: gl.constexpr, sums, statistics, C: gl.constexpr):
+    part = part_of(PARTS, program, w, GROUPS, sums, statistics, C)
     for I in gl.static_range(len(sums)):
-        store_sum(part, I, sums[I], C)
-    flags(part, len(sums), 0, C, SAY)
+        for PART in gl.static_range(parts(C)):
+            store(part + GROUP_ROWS * (I * columns(C) + before(C, PART)), sums[I][PART])
+    for I in gl.static_range(len(statistics)):
+        store(part + GROUP_ROWS * (len(sums) * columns(C) + I * COPIES), copies(statistics[I]))
+    flags(part, sums, statistics, C, SAY)
 
 
 @gluon.jit
-def with_sums(part, sums, C: gl.constexpr):
-    """These and those of that part, when it has been handed over."""
-    flags(part, len(sums), 0, C, AWAIT)
-    both = (with_sum(part, 0, sums[0], C),)
-    for I in gl.static_range(1, len(sums)):
-        both = both + (with_sum(part, I, sums[I], C),)
-    return both
+def resumed(PARTS, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, statistics, C: gl.constexpr):
+    """What the loop over a part's tiles begins with: these zeros, or what was handed over."""
+    if work.resumed:
+        part = part_of(PARTS, work.since, w, GROUPS, sums, statistics, C)
+        flags(part, sums, statistics, C, AWAIT)
+        some = ()
+        for I in gl.static_range(len(sums)):
+            some = some + (stored_sum(part, I, sums[I], C),)
+        statistics = stored_statistics(part, sums, statistics, C)
+        sums = some
+    return sums, statistics
+
+
+@gluon.jit
+def plus(part, sums, C: gl.constexpr):
+    """Sums and those of a part that was handed over."""
+    totals = ()
+    for I in gl.static_range(len(sums)):
+        b_x = stored_sum(part, I, sums[I], C)
+        b_y = (sums[I][0] + b_x[0],)
+        for PART in gl.static_range(1, parts(C)):
+            b_y = b_y + (sums[I][PART] + b_x[PART],)
+        totals = totals + (b_y,)
+    return totals
+
+
+@gluon.jit
+def joined(part, sums, statistics, C: gl.constexpr):
+    """(o,), (l, m) or (o, ȯ), (l, m, μ) and those of a part that was handed over.  One sum of that after the other, as registers
+    do not hold both."""
+    rows = stored_statistics(part, sums, statistics, C)
+    l_0, l_1 = statistics[0], rows[0]
+    m_0, m_1 = statistics[1], rows[1]
+    b_m = gl.maximum(m_0, m_1)
+    a_0 = gl.exp2(gl.where(m_0 == b_m, 0.0, m_0 - b_m))
+    a_1 = gl.exp2(gl.where(m_1 == b_m, 0.0, m_1 - b_m))
+    b_l = l_0 * a_0 + l_1 * a_1
+    if len(sums) == 1:
+        b_o = increased(scaled(sums[0], a_0), a_1, stored_sum(part, 0, sums[0], C))
+        return (b_o,), (b_l, b_m)
+    else:
+        between = rows[2] - statistics[2]
+        step = l_1 * a_1 / gl.where(b_l == 0.0, 1.0, b_l) * between  # of μ
+        b_to = scaled(increased(sums[1], -step, sums[0]), a_0)
+        b_x = stored_sum(part, 0, sums[0], C)
+        b_o = increased(scaled(sums[0], a_0), a_1, b_x)
+        b_to = increased(b_to, a_1 * (between - step), b_x)
+        b_to = increased(b_to, a_1, stored_sum(part, 1, sums[1], C))
+        return (b_o, b_to), (b_l, b_m, statistics[2] + step)
+
+
+@gluon.jit
+def with_others(PARTS, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, statistics, C: gl.constexpr):
+    """With what others have handed over, or will have, but not what this part has begun with."""
+    for program in range(work.since + work.resumed, work.until):
+        part = part_of(PARTS, program, w, GROUPS, sums, statistics, C)
+        flags(part, sums, statistics, C, AWAIT)
+        if len(statistics) == 0:
+            sums = plus(part, sums, C)
+        else:
+            sums, statistics = joined(part, sums, statistics, C)
+    return sums, statistics

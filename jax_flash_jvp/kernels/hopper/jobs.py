@@ -33,7 +33,7 @@ STATISTICS_DUAL = 1024
 DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more than it costs: as long as it
 # takes to stream so many rows, for each part of a block but one.
-PART = 256
+PART = {"forward": 256, "backward": 160}
 UNLIKE = {"left", "right", "lengths", "tiles"}  # words of what makes blocks differ
 STATISTICS = " statistics"  # the word for a query side that makes those of its rows
 
@@ -150,8 +150,8 @@ def _width(head_dim: int) -> int:
 class _Call:
     """What the launches of one call share."""
 
-    def __init__(self, launcher: Launcher, problem: Problem, x: Operands):
-        self.launcher, self.problem, self.x = launcher, problem, x
+    def __init__(self, launcher: Launcher, problem: Problem, x: Operands, kernel):
+        self.launcher, self.problem, self.x, self.kernel = launcher, problem, x, kernel
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
         self.width = _width(self.head_dim)
@@ -184,7 +184,7 @@ class _Call:
         least = triton.cdiv(rest * n_tiles, at_once)
         if self.alike and 0 < least < n_tiles and at_once * n_tiles < DIVISIBLE:
             others = lambda share: -(-n_tiles // share) - 1 + (n_tiles % share > 0)  # parts of a block but one, at most
-            tiles = lambda share: share + PART / ring.tile * others(share)
+            tiles = lambda share: share + PART[self.kernel.__name__] / ring.tile * others(share)
             even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer parts
             share = min((least, *even), key=tiles)
             shared = whole + tiles(share) / n_tiles
@@ -216,7 +216,7 @@ class _Call:
         """Do programs that read the same rows, so many for a block, drift apart?"""
         return self.head_dim % SECTOR > 0 and length < DRIFT_BELOW
 
-    def schedule(self, kernel, ring: Ring, by_key: bool, written: int) -> tuple[int, int, int, int, str]:
+    def schedule(self, ring: Ring, by_key: bool, written: int) -> tuple[int, int, int, int, str]:
         """(programs, those of them at once, blocks that one of them each computes, tiles of the others for each, words for the
         kernel).  Blocks are alike where nothing but the ragged end is masked."""
         blocks = self.blocks(ring.groups, by_key)
@@ -231,13 +231,12 @@ class _Call:
         share = self.rounds(ring, by_key)[1]
         if share:
             return waves * at_once, at_once, blocks // at_once * at_once, share, words + " shared"
-        if self.alike and blocks > at_once and length <= PERSISTENT[kernel.__name__]:
+        if self.alike and blocks > at_once and length <= PERSISTENT[self.kernel.__name__]:
             return waves * at_once, at_once, blocks, 0, words
         return blocks, blocks, blocks, 0, ""
 
     def run(
         self,
-        kernel,
         ring: Ring,
         by_key: bool,
         descriptors,
@@ -251,7 +250,7 @@ class _Call:
         """`outputs` that are None are not written: a placeholder stands for them.  Parts of a block are so many sums and
         statistics; `more` are what none of them adds to."""
         written = sum(o is not None and len(o.shape) == 4 for o in outputs)
-        programs, at_once, whole, share, order = self.schedule(kernel, ring, by_key, written)
+        programs, at_once, whole, share, order = self.schedule(ring, by_key, written)
         blocks, rows = self.blocks(ring.groups, by_key), GROUP * ring.groups
         heads, n_tiles = self.key_heads if by_key else self.query_heads, self.tiles(ring, by_key)
         rest = self.batch * heads % TOGETHER.value or 1
@@ -266,7 +265,7 @@ class _Call:
         if whole < blocks:  # what programs hand over
             between = Output((at_once * ring.groups * part_size(GROUP, *parts, self.head_dim),), "float32")
         got = self.launcher.launch(
-            kernel, programs,
+            self.kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once, *map(reciprocal, divisors)),
             [placeholder if o is None else o for o in (*outputs, between, *more)],
@@ -282,12 +281,12 @@ class _Call:
 
 def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):
     """(o, ℓ, ȯ, μ); the last two None without tangents."""
-    return _forward(_Call(launcher, problem, x), tx)
+    return _forward(_Call(launcher, problem, x, forward_kernels.forward), tx)
 
 
 def tangent(launcher: Launcher, problem: Problem, x: Operands, log_sum_exp, tx: Operands):
     """(ȯ, μ), linear in tx, from the saved ℓ."""
-    return _forward(_Call(launcher, problem, x), tx, log_sum_exp)[2:]
+    return _forward(_Call(launcher, problem, x, forward_kernels.forward), tx, log_sum_exp)[2:]
 
 
 def _forward(call: _Call, tx: Operands, saved=None):
@@ -298,8 +297,8 @@ def _forward(call: _Call, tx: Operands, saved=None):
     tangents = [a if t is None else t for a, t in zip(x[:3], tx[:3], strict=True)]
     rows = call.rows(*zip(x[:3], n, strict=True), *zip(tangents, n, strict=True))
     return call.run(
-        forward_kernels.forward, ring, False, rows, (saved,), (*(nothing if linear else y), *(y if dual else nothing)),
-        (1 + dual, 1 + dual),
+        ring, False, rows, (saved,), (*(nothing if linear else y), *(y if dual else nothing)),
+        (1 + dual, 2 + dual),
         BN=ring.tile, HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None, LINEAR=linear,
     )  # fmt: skip
 
@@ -311,7 +310,7 @@ def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> 
 def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tangents, want, want_tangent):
     """Needs a cotangent of o."""
     (o, log_sum_exp), (d_o, d_lse), (tx, (t_o, mu), (t_d_o, t_d_lse)) = y, cy, tangents
-    call = _Call(launcher, problem, x)
+    call = _Call(launcher, problem, x, backward_kernels.backward)
     dual = any(want_tangent)
     query = ((x.query, tx.query), (d_o, t_d_o))
     key = ((x.key, tx.key), (x.value, tx.value))
@@ -327,7 +326,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         like = call.output if row else call.key_gradient
         wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(
-            backward_kernels.backward, ring, not row, call.rows(*arrays, *tangents, *outputs), statistics,
+            ring, not row, call.rows(*arrays, *tangents, *outputs), statistics,
             [like if w else None for w in wants], (sum(wants), 0), made, words,
             T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,

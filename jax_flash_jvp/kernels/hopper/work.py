@@ -16,9 +16,9 @@ Call = namedtuple(
     "Call",
     "n HQ GROUP LQ LK left right n_whole share at_once of_blocks of_heads of_tiles of_share of_together of_rest",
 )
-# the number of a block, its tiles first … end, the programs since … until whose parts of it are to go with these, and whether
-# these are handed over themselves
-Item = namedtuple("Item", "block first end since until handed_over")
+# the number of a block, its tiles first … end, the programs since … until whose parts of it are to go with these, whether the
+# first of those parts is gone on with, and whether these tiles are handed over themselves
+Item = namedtuple("Item", "block first end since until resumed handed_over")
 
 _BITS = 25
 BITS = gl.constexpr(_BITS)
@@ -101,14 +101,16 @@ def items(call, n_tiles, FEATURES: gl.constexpr):
 @gluon.jit
 def item(i, call, n_tiles, FEATURES: gl.constexpr):
     """The first n_whole blocks, of n_tiles each, are one program's each.  The tiles of the others, fewer than there are programs,
-    are "shared": each program has the next `share` of them, parts of one block or two, until there are none left.  The program
-    with the last part of a block puts it together with those that others have handed over, at its end, and these at their
-    beginning.  They have lower numbers, so that they run whenever it waits."""
+    are "shared": each program has the next `share` of them, parts of one block or two, until there are none left.  The last part
+    of a block comes at its program's end, the others, which are handed over, at their beginning.  They have lower numbers, so that
+    they run whenever it waits.  Where they have whole blocks in between, it goes on from the first of these parts; with the rest,
+    or all of them, it is put together when its tiles are done."""
     first = 0 * n_tiles
     end = n_tiles
     since = first
     until = first
     handed_over = first > 0
+    resumed = handed_over
     if has(FEATURES, "shared"):
         handed_over = i < 0
         if handed_over | (i >= call.n_whole):
@@ -118,5 +120,6 @@ def item(i, call, n_tiles, FEATURES: gl.constexpr):
             end = gl.minimum(share_end - block * n_tiles, n_tiles)
             since, _ = divided(block * n_tiles, call.share, call.of_share)
             until = gl.where(handed_over, since, in_wave(call, FEATURES))
+            resumed = (since < until) & (call.n_whole > 0)
             i = call.n_whole + block
-    return Item(i, first, end, since, until, handed_over)
+    return Item(i, first, end, since, until, resumed, handed_over)
