@@ -84,19 +84,21 @@ IN_LONG_LOOPS = {
 }  # fmt: skip
 
 # The shortest loops over a sequence or a window, by width and job, for which these kernels are faster; and those where every
-# multiprocessor has a block, and all blocks see everything.
+# multiprocessor has a block.
 FROM: dict[int, dict[str, float]] = {
-    32: dict(forward=2048, forward_dual=512, backward=math.inf, backward_dual=512),
-    64: dict(forward=2048, forward_dual=128, backward=2048, backward_dual=512),
-    96: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
-    128: dict(forward=512, forward_dual=128, backward=1024, backward_dual=128),
+    32: dict(forward=1024, forward_dual=512, backward=math.inf, backward_dual=512),
+    64: dict(forward=512, forward_dual=128, backward=2048, backward_dual=512),
+    96: dict(forward=512, forward_dual=128, backward=512, backward_dual=128),
+    128: dict(forward=512, forward_dual=128, backward=512, backward_dual=128),
 }
-FROM_IF_FULL: dict[int, dict[str, float]] = {
-    32: dict(forward=2048, forward_dual=64, backward=math.inf, backward_dual=128),
+FROM_IF_MANY: dict[int, dict[str, float]] = {
+    32: dict(forward=2048, forward_dual=64, backward=128, backward_dual=128),
     64: dict(forward=1024, forward_dual=64, backward=128, backward_dual=64),
     96: dict(forward=64, forward_dual=64, backward=128, backward_dual=64),
     128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
 }
+FROM_IF_LISTED = 4096  # wide forwards with masks or segments
+FROM_WITH_LENGTHS = 1024  # narrow forwards with tangents, whose tiles need cleaning past the ends
 
 
 SERVED = Operands._fields[:3] + ("mask", "query_lengths", "key_lengths", "query_segments", "key_segments")
@@ -133,14 +135,18 @@ def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
     """Than the portable kernels?  As measured on an H200, and on an H100."""
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = _width(head_dim)
-    listed = x.mask is not None or x.query_segments is not None
-    if listed and width <= 64 and job in ("forward", "backward"):
-        return False
     left, right = problem.reach(queries, keys)
     window = keys if left is None or right is None else left + right + 1
-    blocks = batch * heads * triton.cdiv(queries, 2 * GROUP)
-    full = not listed and left is right is None and blocks >= (launcher.multiprocessors or math.inf)
-    return min(queries, keys, window) >= (FROM_IF_FULL if full else FROM)[width][job]
+    many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
+    least = (FROM_IF_MANY if many else FROM)[width][job]
+    if x.mask is not None or x.query_segments is not None:
+        if width <= 64 and job in ("forward", "backward"):
+            return False
+        if job == "forward":
+            least = FROM_IF_LISTED
+    if x.key_lengths is not None and width <= 64 and job == "forward_dual":
+        least = FROM_WITH_LENGTHS
+    return min(queries, keys, window) >= least
 
 
 def _width(head_dim: int) -> int:

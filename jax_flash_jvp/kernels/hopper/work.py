@@ -102,9 +102,9 @@ def items(call, n_tiles, FEATURES: gl.constexpr):
 def item(i, call, n_tiles, FEATURES: gl.constexpr):
     """The first n_whole blocks, of n_tiles each, are one program's each.  The tiles of the others, fewer than there are programs,
     are "shared": each program has the next `share` of them, parts of one block or two, until there are none left.  The last part
-    of a block comes at its program's end, the others, which are handed over, at their beginning.  They have lower numbers, so that
-    they run whenever it waits.  Where they have whole blocks in between, it goes on from the first of these parts; with the rest,
-    or all of them, it is put together when its tiles are done."""
+    of a block comes at its program's end, the others, which are handed over, at their beginning.  They have lower numbers, so
+    that they run whenever it waits.  Where they have whole blocks in between, it goes on from the first of these parts; with the
+    rest, or all of them, it is put together when its tiles are done."""
     first = 0 * n_tiles
     end = n_tiles
     since = first
