@@ -197,6 +197,34 @@ def test_tiles_of_shared_blocks_that_a_program_has(heads, length, head_dim, shar
     assert call.rounds(jobs.FORWARD_DUAL[head_dim], by_key=False)[1] == share
 
 
+FIRST_ORDER, TANGENTS = {"forward", "backward"}, {"forward_dual", "backward_dual"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "how", "chosen"),
+    [
+        ((8, 256, 16, 128), {}, FIRST_ORDER | TANGENTS),
+        ((8, 256, 16, 128), dict(is_causal=True), FIRST_ORDER | TANGENTS),
+        ((8, 256, 16, 128), dict(window=(64, 0)), FIRST_ORDER | TANGENTS),
+        ((8, 256, 16, 64), dict(is_causal=True), TANGENTS | {"backward"}),
+        ((8, 256, 16, 16), {}, TANGENTS | {"backward"}),
+        ((8, 32, 16, 128), {}, set()),
+        ((1, 256, 8, 128), {}, TANGENTS),  # few blocks
+        ((1, 256, 8, 64), {}, {"forward_dual"}),
+        ((4, 1024, 16, 128), "mask", TANGENTS | {"backward"}),
+        ((4, 1024, 16, 64), "mask", TANGENTS),
+        ((8, 256, 16, 64), "key_lengths", {"backward", "backward_dual"}),
+    ],
+)
+def test_which_calls_are_faster(shape, how, chosen):
+    batch, length, heads, head_dim = shape
+    x = Operands(*[jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.bfloat16)] * 3)
+    if isinstance(how, str):
+        x, how = x._replace(**{how: jax.ShapeDtypeStruct((batch,), jnp.int32)}), {}
+    problem = Problem(scale=0.1, **how)
+    assert {job for job in FIRST_ORDER | TANGENTS if jobs.faster(job, Recorder(90), problem, x)} == chosen
+
+
 def test_hopper_on_another_gpu():
     recorder = Recorder(80)
     o = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
