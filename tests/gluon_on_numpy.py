@@ -269,7 +269,8 @@ def reduced(function):
 
 
 def elementwise(function):
-    return lambda *args: block(function(*map(np.asarray, args)))
+    """Numbers of Python have no type of their own."""
+    return lambda *args: block(function(*(a if isinstance(a, int | float) else np.asarray(a) for a in args)))
 
 
 def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):

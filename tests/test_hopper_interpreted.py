@@ -212,6 +212,26 @@ def test_parts_that_see_nothing():
     np.testing.assert_allclose(np.float32(got), np.float32(alone), rtol=1e-2, atol=1e-2)
 
 
+def test_shared_blocks_have_the_bits_of_others(monkeypatch):
+    """Where whole blocks come before a part, whose loop goes on from the one before."""
+    x, tx = operands((1, 300, 330, 1, 1, 64))
+    cotangents, every = (x.query[:, ::-1], None), (True, True, True, False)
+
+    def run(part):
+        monkeypatch.setattr(hopper, "PART", dict.fromkeys(hopper.PART, part))
+        launcher = gluon_on_numpy.Launcher(multiprocessors=2)
+        o, lse, t_o, mu = jobs.forward(launcher, problem(64, False), x, tx)
+        along = tx, (t_o, mu), cotangents
+        got = jobs.backward_dual(launcher, problem(64, False), x, (o, lse), cotangents, along, every, every)
+        return {"shared" in words for _, words, _ in launcher.launched}, jax.tree.leaves(((o, lse, t_o, mu), got))
+
+    (some, shared), (none, alone) = run(-10000), run(10000)
+    assert True in some
+    assert none == {False}
+    for a, b in zip(shared, alone, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("broken", [False, True], ids=["", "broken"])
 def test_programs_without_a_share_compute_whole_blocks(monkeypatch, broken):
     """Where parts are dear, few programs have any."""
