@@ -98,6 +98,7 @@ FROM_IF_MANY: dict[int, dict[str, float]] = {
     128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
 }
 FROM_IF_LISTED = 4096  # wide forwards with masks or segments
+FROM_IN_WINDOWS = 2048  # narrow forwards
 FROM_WITH_LENGTHS = 1024  # narrow forwards with tangents, whose tiles need cleaning past the ends
 
 
@@ -144,6 +145,8 @@ def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
             return False
         if job == "forward":
             least = FROM_IF_LISTED
+    elif window < keys and width <= 64 and job == "forward":
+        least = FROM_IN_WINDOWS
     if x.key_lengths is not None and width <= 64 and job == "forward_dual":
         least = FROM_WITH_LENGTHS
     return min(queries, keys, window) >= least
