@@ -5,7 +5,7 @@ Of parts of a softmax, each over some of the keys, with their maxima m, in base 
 
     m = max(m₀, m₁)   aᵢ = 2 ** (mᵢ − m)   l = Σᵢ aᵢ lᵢ   o = Σᵢ aᵢ oᵢ   μ = Σᵢ aᵢ lᵢ μᵢ / l   ȯ = Σᵢ aᵢ (ȯᵢ + (μᵢ − μ) oᵢ)
 
-Gradients are added up.
+The tangent alone has P from the saved ℓ, in the place of m, so that all aᵢ are one.  Gradients are added up.
 
 Every thread hands over what it holds to the thread with its number in the other program, through memory: its elements of the
 sums, and of statistics as many copies as make each thread's own, then a flag.  Nobody else reads these, so no thread waits for

@@ -160,7 +160,7 @@ def tile_at(t, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def columns(T: gl.constexpr, LAYOUT: gl.constexpr):
+def column_numbers(T: gl.constexpr, LAYOUT: gl.constexpr):
     """[1, T], numbers of the columns of a product as sums: of constants, which take no register, and of what depends on the
     thread alone."""
     o_t = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)), 0)
@@ -175,7 +175,7 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
     query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, mask = sight
     o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     o_t = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
-    o_c, o_x = columns(T, LAYOUT)
+    o_c, o_x = column_numbers(T, LAYOUT)
     if ROW:
         last = gl.where(o_r < query_end, key_end - 1, -1)
         if has(FEATURES, "right"):
@@ -257,5 +257,5 @@ def hide(
 @gluon.jit
 def until(b_x, end, T: gl.constexpr, LAYOUT: gl.constexpr):
     """[GROUP_ROWS, T], zeros in the columns from `end` on, which may hold anything."""
-    o_c, o_x = columns(T, LAYOUT)
+    o_c, o_x = column_numbers(T, LAYOUT)
     return gl.where(o_c < end - o_x, b_x, 0.0)
