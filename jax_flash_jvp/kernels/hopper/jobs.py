@@ -303,8 +303,7 @@ def _forward(call: _Call, tx: Operands, saved=None):
     ring = call.ring(FORWARD_DUAL[call.width] if dual else FORWARD[call.width])
     y, nothing = (call.output, call.statistic), (None, None)
     n = (GROUP, ring.tile, ring.tile)
-    tangents = [a if t is None else t for a, t in zip(x[:3], tx[:3], strict=True)]
-    rows = call.rows(*zip(x[:3], n, strict=True), *zip(tangents, n, strict=True))
+    rows = call.rows(*zip(x[:3], n, strict=True), *zip(tx[:3], n, strict=True))
     return call.run(
         ring, False, rows, (saved,), (*(nothing if linear else y), *(y if dual else nothing)),
         (1 + dual, 2 + dual),
@@ -328,7 +327,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
         arrays = ((a, GROUP), (c, GROUP), (b, ring.tile), (e, ring.tile))
-        tangents = [(p if t is None else t, n) for (p, n), t in zip(arrays, (ta, tc, tb, te), strict=True)]
+        tangents = ((ta, GROUP), (tc, GROUP), (tb, ring.tile), (te, ring.tile))
         makes = words == STATISTICS
         outputs = [(a if makes else None, GROUP) for a in (o, t_o)]
         made = [call.statistic, call.statistic, call.statistic if dual else None] if makes else [None] * 3

@@ -83,8 +83,10 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def described(desc, rest):
-    """The descriptors of an array, one for each part of its columns."""
-    if rest is None:
+    """The descriptors of an array, one for each part of its columns; none where there is no array."""
+    if desc is None:
+        return ()
+    elif rest is None:
         return (desc,)
     else:
         return (desc, rest)
