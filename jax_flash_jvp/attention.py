@@ -20,6 +20,7 @@ from jax_flash_jvp.problem import (
     unserved,
     window_of,
 )
+from jax_flash_jvp.reference import cut
 
 IMPLEMENTATIONS = (None, *KERNEL_IMPLEMENTATIONS, "xla", "interpret")
 
@@ -138,7 +139,7 @@ def dot_product_attention(
     x = Operands(*given.values())
     check_operands(x)
     if isinstance(scale, jax.core.Tracer):
-        x, scale = x._replace(query=_times(x.query, scale)), 1
+        x, scale = x._replace(query=_times(cut(x.query, x.query_lengths), scale)), 1
     sink_scores = as_array("sinks", sinks)
     if sinks is not None and sink_scores.dtype.name not in DTYPES:
         raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sink_scores.dtype}; cast it")

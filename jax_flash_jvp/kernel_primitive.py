@@ -76,7 +76,20 @@ def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
     """Inside shard_map the operands of a primitive must vary over the same mesh axes."""
     axes = _varying(leaves)
     missing = [tuple(axes - jax.typeof(a).mat.varying) for a in leaves]
-    return [jax.lax.pcast(a, m, to="varying") if m else a for a, m in zip(leaves, missing, strict=True)]
+    return [_vary(a, m) if m else a for a, m in zip(leaves, missing, strict=True)]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _vary(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`jax.lax.pcast`, whose own rule fails where the tangent of `a` varies already."""
+    return jax.lax.pcast(a, axes, to="varying")
+
+
+@_vary.defjvp
+def _vary_with_tangent(axes, primals, tangents):
+    (a,), (t,) = primals, tangents
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(t).mat.varying)
+    return _vary(a, axes), _vary(t, missing) if missing else t
 
 
 def _sharding(a: Any) -> Any:

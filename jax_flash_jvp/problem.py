@@ -99,7 +99,7 @@ def window_of(size: Any) -> tuple[int | None, int | None] | None:
 
 
 def _integer_of(n: Any) -> int:
-    if isinstance(n, bool) or (hasattr(n, "dtype") and dtype_of(n) == "bool"):
+    if isinstance(n, bool) or (not isinstance(n, int) and hasattr(n, "dtype") and dtype_of(n) == "bool"):
         raise TypeError
     return operator.index(n)
 
@@ -143,7 +143,9 @@ def check_operands(x: Operands) -> None:
         raise ValueError(
             f"`key` must have as many channels as `query`: got query[..., {query[3]}] and key[..., {key[3]}]"
         )
-    if key[2] == 0 or query[2] % key[2]:
+    if key[2] == 0:
+        raise ValueError("`key` must have at least one head: got none")
+    if query[2] % key[2]:
         raise ValueError(
             f"the number of heads of `query` must be a multiple of that of `key`: got {query[2]} and {key[2]}"
         )

@@ -22,7 +22,7 @@ JOBS = ("forward", "forward_dual", "tangent", "backward", "backward_dual", "back
 HOPPER = ("whole", "short", "shared", "causal", "window-lengths", "mask", "segments")
 KINDS = (*HOPPER, "bias", "soft-cap", "dropout")
 CASES = [
-    *itertools.product(["hopper"], HOPPER, (32, 64, 72, 128), JOBS),
+    *itertools.product(["hopper"], HOPPER, (32, 64, 72, 128, 256), JOBS),
     *itertools.product(["portable"], KINDS, (64, 72), JOBS),
 ]
 

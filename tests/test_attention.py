@@ -224,7 +224,7 @@ ERRORS = {
     "heads": (changed(value=(B, S, 1, H)), ValueError, "`value` must have as many heads as `key`: got 1 heads"),
     "channels": (changed(key=(B, S, K, 6)), ValueError, "got query[..., 8] and key[..., 6]"),
     "group": (changed(query=(B, T, 3, H)), ValueError, "must be a multiple of that of `key`: got 3 and 2"),
-    "no-heads": (changed(key=(B, S, 0, H), value=(B, S, 0, H)), ValueError, "must be a multiple of that of `key`"),
+    "no-heads": (changed(key=(B, S, 0, H), value=(B, S, 0, H)), ValueError, "`key` must have at least one head"),
     "wide": (changed(query=(B, T, N, 264), key=(B, S, K, 264)), ValueError, "split the channels over more heads"),
     "no-channels": (changed(value=(B, S, K, 0)), ValueError, "`value` must have between 1 and 256 channels a head"),
     "integers": (changed(query=jnp.zeros((B, T, N, H), int)), TypeError, "got int32; cast it first"),
@@ -302,6 +302,19 @@ def test_a_traced_scale_is_differentiated(dtype):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4 if dtype == jnp.float32 else 3e-2), got, want)
     root = jax.jit(lambda *x: dot_product_attention(*x, scale=1 / jnp.sqrt(H)))(*x)
     np.testing.assert_allclose(*np.float32([root, dot_product_attention(*x)]), rtol=1e-5, atol=2e-2)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_a_traced_scale_and_padding_that_is_nan(implementation):
+    query, lengths = jnp.asarray(QUERY, jnp.float32), jnp.full(QUERY.shape[0], 2, jnp.int32)
+
+    def derivative(query):
+        attend = lambda scale: dot_product_attention(
+            query, KEY, VALUE, scale=scale, query_seq_lengths=lengths, implementation=implementation
+        )
+        return jax.grad(lambda scale: jnp.sin(attend(scale)).sum())(0.3)
+
+    np.testing.assert_allclose(derivative(query.at[:, 2:].set(jnp.nan)), derivative(query), rtol=1e-5)
 
 
 def test_a_traced_scale_under_strict_promotion():

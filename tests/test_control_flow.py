@@ -257,6 +257,22 @@ def test_a_gradient_on_all_devices_along_a_tangent_of_each():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_second_tangents_on_all_devices_each_along_its_own():
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    q = jnp.asarray(X[0][:1], jnp.float32)
+    along = lambda f, t: lambda q: jax.jvp(f, (q,), (t,))[1]
+    attend = lambda q: dot_product_attention(q, q, q)
+    second = lambda q, t: along(along(attend, t), t)(q)
+    of_each = lambda q: jax.lax.pcast(q, "devices", to="varying")  # else its gradient is the sum of theirs
+    by_reverse = lambda q, t: jax.grad(lambda q: jnp.sin(second(q, t)).sum())(q)
+    tangents = jnp.concatenate([q, jnp.cos(q)])
+    for f, own in ((second, lambda q: q), (by_reverse, of_each)):
+        on_all = jax.shard_map(lambda q, t: f(own(q), t), mesh=mesh, in_specs=(WHOLE, SPLIT), out_specs=SPLIT)
+        expected = jnp.concatenate([f(q, t[None]) for t in tangents])
+        np.testing.assert_allclose(jax.jit(on_all)(q, tangents), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_offloading_is_refused_aloud():
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["attention"], offload_src="device", offload_dst="pinned_host"

@@ -397,7 +397,7 @@ def test_on_a_gpu(case, dtype, head_dim, record_property):
     ("case", "head_dim"),
     [
         *itertools.product([name for name, case in CASES.items() if set(case) <= SERVED_BY_HOPPER], (64, 128)),
-        ("mask", 72), ("segments-causal", 72),
+        ("mask", 72), ("segments-causal", 72), ("mask", 192), ("mask", 256), ("segments-causal", 256), ("lengths-causal", 256),
     ],
 )  # fmt: skip
 def test_hopper_kernels(case, head_dim):

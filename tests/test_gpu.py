@@ -55,6 +55,11 @@ HOPPER_SHAPES = [
     (35, 190, 180, 4, 4, 16, False),
     (1, 150, 330, 2, 1, 24, True),
     (1, 130, 140, 2, 2, 8, False),
+    (35, 190, 180, 4, 4, 256, False),  # wide rows, whose sums two warpgroups divide
+    (2, 300, 260, 4, 2, 256, True),
+    (35, 190, 180, 4, 2, 192, True),
+    (1, 150, 330, 2, 1, 160, False),
+    (1, 300, 200, 2, 2, 136, True),
     *(SHARED := [  # whose last blocks, or all of them, programs share
         (1, 1100, 2000, 4, 2, 64, False),
         (1, 2100, 2500, 9, 9, 64, False),
@@ -62,6 +67,8 @@ HOPPER_SHAPES = [
         (1, 2100, 1500, 9, 9, 128, False),
         (1, 900, 1900, 2, 1, 72, False),
         (2, 1500, 1400, 2, 2, 32, False),
+        (1, 1100, 900, 3, 3, 256, False),
+        (1, 900, 1300, 4, 2, 192, False),
     ]),
 ]  # fmt: skip
 

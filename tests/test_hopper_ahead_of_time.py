@@ -62,6 +62,7 @@ def last_launch(job, head_dim, kind):
         "tangent": lambda: jobs.tangent(recorder, problem, x, statistic, x),
         "key_side": lambda: backward(both),
         "query_side": lambda: backward(QUERY),
+        "value_side": lambda: backward(VALUES),
         "key_side_dual": lambda: dual(both if head_dim <= 64 else KEYS, both if head_dim <= 64 else KEYS),
         "value_side_dual": lambda: dual(VALUES, VALUES),
         "query_side_dual": lambda: dual(QUERY, QUERY),
@@ -146,8 +147,17 @@ def test_unset_reads_are_found():
               R2UR UR7, R4; IMAD R3, R3, UR7, R4; EXIT;"""
     code = lambda read: {16 * i: " ".join(t.split()) for i, t in enumerate(text.format(read).split(";")[:-1])}
     assert unset_reads(code("UMOV UR6, UR4")) == {}
-    for read in ("UMOV UR6, UR5", "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", "@P1 IMAD.U32 R1, RZ, RZ, UR5"):
+    for read in (
+        "UIADD3 UR6, UR5, 0x2, URZ",
+        "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24",
+        "@P1 IMAD R1, R2, UR5, RZ",
+    ):
         assert unset_reads(code(read)) == {64: read}
+    for copy in ("UMOV UR6, UR5", "@P1 IMAD.U32 R1, RZ, RZ, UR5"):
+        register = copy.split()[-4 if "RZ" in copy else 1].strip(",")
+        read = f"IMAD R3, R3, {register}, R4"
+        assert unset_reads(code(copy)) == {}
+        assert unset_reads(code(f"{copy}; {read}")) == {80: read}
 
 
 @pytest.mark.parametrize(("job", "head_dim"), [("forward_dual", 64), ("forward_dual", 128), ("tangent", 96)])
@@ -295,7 +305,10 @@ def test_whether_row_statistics_take_a_kernel(head_dim, length, plain, dual):
         (256, 16, "many", ["portable", "hopper", "hopper", "hopper", "hopper"]),
         (8192, 32, None, ["hopper", "hopper", "portable", "hopper", "hopper"]),
         (256, 32, None, ["portable"] * 5),
-        (8192, 192, None, ["portable"] * 5),
+        (8192, 192, None, ["hopper"] * 5),
+        (128, 192, None, ["hopper"] * 5),
+        (128, 256, None, ["hopper", "hopper", "portable", "hopper", "hopper"]),
+        (1024, 256, "many documents", ["hopper"] * 5),
         (8192, 64, "documents", ["portable", "hopper", "portable", "hopper", "hopper"]),
         (8192, 72, "documents", ["hopper"] * 5),
         (8192, 128, "documents", ["hopper"] * 5),

@@ -156,6 +156,29 @@ def test_broken_second_parts_fail(old, new):
         check(problem(72, False), *operands((1, 70, 90, 1, 1, 72)), launcher=gluon_on_numpy.Launcher(old, new))
 
 
+WIDE_ROWS = {"D256": (1, 70, 150, 2, 1, 256), "D192": (2, 90, 140, 1, 1, 192), "D136": (1, 130, 70, 1, 1, 136)}
+SPLIT_MUTANTS = {
+    "columns-of-the-values": ("vv = (vv[w],)", "vv = (vv[0],)"),
+    "columns-of-the-streamed-rows": ("return (tile[i_w],)", "return (tile[0],)"),
+    "columns-of-the-output": ("FIRST: gl.constexpr = w if SPLIT else 0", "FIRST: gl.constexpr = 0"),
+    "columns-of-the-gradients": ("FIRST: gl.constexpr = i_w if SPLIT else 0", "FIRST: gl.constexpr = 0"),
+    "rows-of-the-next-block": ("barriers(RESIDENT, GROUPS // options.HEIGHT)", "barriers(RESIDENT, 1)"),
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("shape", WIDE_ROWS.values(), ids=WIDE_ROWS)
+def test_columns_that_warpgroups_divide(shape, late):
+    check(problem(shape[-1], True), *operands(shape), launcher=gluon_on_numpy.Launcher(late=late))
+
+
+@pytest.mark.parametrize(("old", "new"), SPLIT_MUTANTS.values(), ids=SPLIT_MUTANTS)
+def test_broken_division_of_columns_fails(old, new):
+    launcher = gluon_on_numpy.Launcher(old, new, multiprocessors=1)
+    with pytest.raises(AssertionError):
+        check(problem(256, False), *operands((1, 140, 70, 1, 1, 256)), launcher=launcher)
+
+
 def lengths(*numbers):
     return np.array(numbers, np.int32)
 
@@ -179,6 +202,7 @@ SHARED = {
     "fewer-blocks": ((1, 140, 700, 1, 1, 64), 8, False),
     "D128": ((1, 300, 290, 1, 1, 128), 5, False),
     "D72": ((1, 260, 300, 2, 1, 72), 5, False),
+    "D256": ((1, 260, 300, 1, 1, 256), 2, False),
     "three-warpgroups": ((1, 900, 400, 1, 1, 64), 3, False),
     "two-and-three": ((1, 900, 200, 1, 1, 64), 7, False),
     "whole-tiles-late": ((1, 256, 384, 1, 1, 64), 5, True),
@@ -376,6 +400,7 @@ LISTED = {  # tiles in which something is seen
     "mask": dict(mask=patches(2, 1, 200, 300)),
     "mask-by-head": dict(mask=patches(1, 4, 150, 144), shape=(2, 150, 144, 4, 2, 64)),
     "mask-by-key": dict(mask=patches(2, 2, 1, 300), shape=(2, 70, 300, 4, 2, 64)),
+    "mask-wide": dict(mask=patches(2, 1, 100, 140), shape=(2, 100, 140, 2, 1, 256)),
     "mask-lengths": dict(mask=patches(1, 1, 200, 300), query_lengths=lengths(150, 200), key_lengths=lengths(260, 40)),
 }
 SLOW = {"window-left", "window-ahead", "lower-right", "key-lengths", "query-lengths"}
@@ -391,6 +416,7 @@ SLOW = {"window-left", "window-ahead", "lower-right", "key-lengths", "query-leng
             *((feature, WIDE, feature != "all") for feature in FEATURES),
             ("all", (2, 400, 300, 1, 1, 64), True),  # three warpgroups
             ("all", (2, 200, 300, 1, 1, 72), False),  # two parts of columns
+            ("all", (2, 150, 200, 1, 1, 192), False),  # which warpgroups divide
             *((feature, case.get("shape", SHAPE), False) for feature, case in LISTED.items()),
         )
     ],

@@ -4,6 +4,7 @@ import contextlib
 import decimal
 import inspect
 import math
+import pickle
 import subprocess
 import sys
 import types
@@ -1110,6 +1111,13 @@ def test_patch_among_unusual_modules(monkeypatch):
     with torch_bridge.patch():
         assert torch.nn.functional.scaled_dot_product_attention is sdpa
     assert torch.nn.functional.scaled_dot_product_attention is Lazy.real
+
+
+def test_what_holds_pytorchs_function_is_pickled_while_patched():
+    held = torch.nn.functional.scaled_dot_product_attention
+    with torch_bridge.patch():
+        assert pickle.loads(pickle.dumps(held)) is held
+        assert torch.nn.functional.scaled_dot_product_attention is not held
 
 
 def test_patch_closes_the_fast_path_of_pytorchs_layers():

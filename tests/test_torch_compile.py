@@ -297,6 +297,20 @@ def test_export():
     check(lambda: program.module()(*cut), lambda: naive(*cut), "F")
 
 
+def test_windows_may_change():
+    q = batch()[0]
+    attend = lambda q, size: sdpa(q, q, q, local_window_size=size)
+    run = compiled(attend, "aot_eager")
+    for size in (1, 2, (3, 0)):
+        torch.testing.assert_close(run(q, size), attend(q, size))
+
+
+def test_in_a_branch():
+    q = batch()[0]
+    attend = lambda q: torch.cond(q.sum() > -1e9, lambda q: sdpa(q, q, q).sum(), lambda q: q.sum(), (q,))
+    torch.testing.assert_close(compiled(attend, "aot_eager", dynamic=True)(q), sdpa(q, q, q).sum())
+
+
 def test_numbers_may_be_symbolic():
     q = torch.randn(1, 2, 5, 4)
     scaled = torch.compile(lambda q, scale: sdpa(q, q, q, scale=scale), backend="eager", fullgraph=True)

@@ -1,7 +1,8 @@
 """Reads of uniform registers that not every path to them has set, in the assembler's code.
 
 That of Triton 3.6 makes such code, silently: where two loops use the same descriptor of rows in shared memory, part of it is
-worked out before the first loop alone, so that the second has anything where the first had no iteration.
+worked out before the first loop alone, so that the second has anything where the first had no iteration.  A move is no read:
+copies lead nowhere where a group of registers, of which not all are in use, makes room for another and comes back.
 """
 
 import itertools
@@ -11,24 +12,31 @@ _JUMP = re.compile(r"(@!?U?P\w+ )?(BRA|BRX|JMP|JMX|EXIT|RET)\b\S*(?:.* 0x([0-9a-
 # what sets a uniform register; of those beginning with U, few do not
 _SETTING = re.compile(r"U(?!TMA|SETMAXREG|BLK)|R2UR|S2UR|REDUX|VOTEU")
 _PAIR = re.compile(r"\.(64|WIDE)\b")
+_MOVE = re.compile(r"(?:U?MOV|R2UR|IMAD\.(?:U32|MOV\.U32)) (U?R\d+), (?:RZ, RZ, )?(U?R\d+)")
 
 
-def _accesses(instruction: str) -> tuple[set[int], set[int]]:
-    """(registers read, those set), the latter if a predicate allows as well."""
-    name, _, operands = re.sub(r"^@!?U?P\w+ ", "", instruction).partition(" ")
+def _accesses(instruction: str) -> tuple[set[str], set[str], str | None]:
+    """(registers read, those set, the one that is copied), also if a predicate must allow it."""
+    instruction = re.sub(r"^@!?U?P\w+ ", "", instruction)
+    if move := _MOVE.fullmatch(instruction):
+        return set(), {move[1]}, move[2]
+    name, _, operands = instruction.partition(" ")
     rest = [o.strip() for o in operands.split(",")]
     while len(rest) > 1 and re.fullmatch(r"U?P(\d|T)", rest[0]):
         del rest[0]
-    sets: set[int] = set()
+    sets: set[str] = set()
     if _SETTING.match(name) and (found := re.fullmatch(r"UR(\d+)", rest[0])):
-        sets = {int(found[1]), int(found[1]) + (_PAIR.search(name) is not None)}
+        sets = {rest[0], f"UR{int(found[1]) + (_PAIR.search(name) is not None)}"}
         del rest[0]
-    reads = {int(n) for o in rest for n in re.findall(r"\bUR(\d+)\b", o)}
+    elif re.fullmatch(r"R\d+", rest[0]) and not name.startswith("ST"):
+        sets = {rest[0]}
+        del rest[0]
+    reads = {n for o in rest for n in re.findall(r"\bU?R\d+\b", o)}
     # two for the descriptor of each operand, of which the first may be in registers
     if found := re.search(r"\bR\d+, (R\d+, )?gdesc\[UR(\d+)\]", operands):
-        reads |= {int(found[2]) + i for i in range(4)}
-        reads -= {int(found[2]) + i for i in range(2 if found[1] else 0)}
-    return reads, sets
+        reads |= {f"UR{int(found[2]) + i}" for i in range(4)}
+        reads -= {f"UR{int(found[2]) + i}" for i in range(2 if found[1] else 0)}
+    return reads, sets, None
 
 
 def unset_reads(sass: dict[int, str]) -> dict[int, str]:
@@ -49,17 +57,17 @@ def unset_reads(sass: dict[int, str]) -> dict[int, str]:
     reached = {addresses[0], *(b for after in leads.values() for b in after)}
     for a in indirect:
         leads[a] += [b for b in addresses if b not in reached]
-    before = dict.fromkeys(addresses, frozenset(range(64)))
-    before[addresses[0]] = frozenset()
+    unset: dict[int, set[str]] = {a: set() for a in addresses}  # before it, on some path
+    unset[addresses[0]] = {f"UR{i}" for i in range(64)}
     waiting = {*addresses[:1]}
     seen = set()
     while waiting:
         a = waiting.pop()
         seen.add(a)
-        after = before[a] | accesses[a][1]
+        _, sets, copied = accesses[a]
+        after = unset[a] - sets | (sets if copied in unset[a] else set())
         for b in leads[a]:
-            meet = before[b] & after
-            if meet != before[b] or b not in seen:
-                before[b] = meet
+            if b not in seen or not after <= unset[b]:
+                unset[b] |= after
                 waiting.add(b)
-    return {a: text for a, text in sass.items() if a in seen and not accesses[a][0] <= before[a]}
+    return {a: text for a, text in sass.items() if a in seen and accesses[a][0] & unset[a]}

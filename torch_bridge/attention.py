@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # torch.compile(dynamic=True) makes an input of 0.0, which torch.cond cannot be without
     is_causal: bool = False,
     *,
     scale: float | None = None,
@@ -219,6 +219,9 @@ def patch() -> Iterator[None]:
         modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
         # not module.__dict__: some answer for themselves, and load what is asked for
         loaded = [object.__getattribute__(module, "__dict__") for module in modules]
+        loaded = [
+            names for names in loaded if names is not vars(torch._C._nn)
+        ]  # where pickle finds what is held elsewhere
         places = [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]
         _Patch.places += places
         for names, name in places:

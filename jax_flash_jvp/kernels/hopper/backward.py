@@ -1,6 +1,7 @@
 """The backward and its tangent, for the key side and for the query side: one body.  Formulas as in `portable/backward.py`.
 
-A block is 64 resident rows for each of the GROUPS consumer warpgroups, and streams the other sequence:
+A block is 64 resident rows for each of the GROUPS consumer warpgroups, or, where registers do not hold the sums of all columns,
+64 in all, of whose sums each warpgroup has a part of the columns (SPLIT).  It streams the other sequence:
 
                  resident a, c     streamed b, e     s = a bᵀ, dp = c eᵀ − δ, ds = p∘dp      da += ds b      dc += p e
     key side     k, v              q, d_o            tiles [keys, queries]                   dk              dv
@@ -58,6 +59,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     settled_before,
     store_rows,
     sums,
+    width,
     zeroed,
 )
 from jax_flash_jvp.kernels.hopper.visibility import (
@@ -77,10 +79,11 @@ from jax_flash_jvp.kernels.hopper.visibility import (
 from jax_flash_jvp.kernels.hopper.work import Call, divided, in_wave, item, items, own_block
 from jax_flash_jvp.kernels.portable.scores import has
 
-# constants: USE_… of c, w and the tangents follow from which there are and what is wanted
+# constants: HEIGHT is that of a block in rows of a warpgroup; USE_… of c, w and the tangents follow from which there are and what
+# is wanted
 Options = namedtuple(
     "Options",
-    "C T SLOTS GROUPS BUFFERS ROW OUTPUTS PER_SLOT TURNS FEATURES MASKS USE_C USE_W USE_TA USE_TB "
+    "C T SLOTS GROUPS HEIGHT BUFFERS ROW OUTPUTS PER_SLOT TURNS FEATURES MASKS USE_C USE_W USE_TA USE_TB "
     "USE_TC USE_TE HAS_D_LSE HAS_TD_LSE WANT_A WANT_C WANT_TA WANT_TC",
 )
 Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
@@ -119,7 +122,7 @@ def own(i, call, selection, options):
     T: gl.constexpr = options.T
     ROW: gl.constexpr = options.ROW
     FEATURES: gl.constexpr = options.FEATURES
-    ROWS: gl.constexpr = options.GROUPS * GROUP_ROWS
+    ROWS: gl.constexpr = options.HEIGHT * GROUP_ROWS
     HQ, GROUP, LQ, LK, left, right = call.HQ, call.GROUP, call.LQ, call.LK, call.left, call.right
     HA = HQ if ROW else HQ // GROUP
     work = item(i, call, tiles_in_all(call, options), FEATURES)
@@ -156,7 +159,7 @@ def visits_of_head(i_g, block, call, selection, options):
     """The tiles to visit for a query head, the i_g-th of a group."""
     T: gl.constexpr = options.T
     FEATURES: gl.constexpr = options.FEATURES
-    n_blocks = gl.cdiv(call.LQ if options.ROW else call.LK, options.GROUPS * GROUP_ROWS)
+    n_blocks = gl.cdiv(call.LQ if options.ROW else call.LK, options.HEIGHT * GROUP_ROWS)
     n_tiles = gl.cdiv(call.LK if options.ROW else call.LQ, T)
     i_h = block.i_a if options.ROW else block.i_stream + i_g
     visits = visits_of(
@@ -173,8 +176,8 @@ def load_all_resident(arrays, i_b, i_a, row, memory, a_at, options):
     USE_TA: gl.constexpr = options.USE_TA
     USE_TC: gl.constexpr = options.USE_TC
     COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
-    for w in gl.static_range(options.GROUPS):
-        i = a_at.slot * options.GROUPS + w
+    for w in gl.static_range(options.HEIGHT):
+        i = a_at.slot * options.HEIGHT + w
         bar = memory.a_full.index(i)
         mbarrier.wait(memory.a_empty.index(i), a_at.phase)
         expect(bar, COUNT, arrays.a)
@@ -207,7 +210,7 @@ def load_outputs(arrays, i_b, i_a, row, memory, at, options):
     """o, and ȯ where tangents are wanted: 64 rows of each for one warpgroup after the other."""
     N: gl.constexpr = options.OUTPUTS
     PER_SLOT: gl.constexpr = options.PER_SLOT
-    KINDS: gl.constexpr = N // options.GROUPS
+    KINDS: gl.constexpr = N // options.HEIGHT
     for I in gl.static_range(N):
         bar = memory.full.index(at.slot)
         if I % PER_SLOT == 0:
@@ -227,7 +230,7 @@ def statistics_of_outputs(i_w: gl.constexpr, at, own_rows, memory, options, LAYO
     """(rowsum(d_o∘o), rowsum(ḋ_o∘o + d_o∘ȯ)) of the rows of a warpgroup."""
     N: gl.constexpr = options.OUTPUTS
     PER_SLOT: gl.constexpr = options.PER_SLOT
-    KINDS: gl.constexpr = N // options.GROUPS
+    KINDS: gl.constexpr = N // options.HEIGHT
     delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
     t_delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
     c = matrix(memory.c, own_rows)
@@ -235,7 +238,7 @@ def statistics_of_outputs(i_w: gl.constexpr, at, own_rows, memory, options, LAYO
     for I in gl.static_range(N):
         if I % PER_SLOT == 0:
             wait(memory.full, at)
-        if I // KINDS == i_w:
+        if I // KINDS == i_w % options.HEIGHT:
             o = rows_from(matrix(memory.ring, at.slot), I % PER_SLOT * GROUP_ROWS, GROUP_ROWS)
             if I % KINDS == 1:
                 t_delta += inner(c, o, LAYOUT)
@@ -257,7 +260,7 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
     HQ, LQ = call.HQ, call.LQ
     block = own(i, call, selection, options)
     i_b, i_a = block.i_b, block.i_a
-    a_row = block.i_block * (options.GROUPS * GROUP_ROWS)
+    a_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
     # as in forward.py; o is of no use without d_o, which must not wait for slots that o takes
     ROOM: gl.constexpr = options.OUTPUTS <= (SLOTS - 2) * options.PER_SLOT
     AFTER: gl.constexpr = has(FEATURES, "persistent") and options.BUFFERS == 1 and ROOM
@@ -314,9 +317,17 @@ def produce(arrays, statistics, COUNTER, memory, call, selection, options):
 
 
 @gluon.jit
-def added(last, bb, b_da, b_tda, T: gl.constexpr, TANGENT: gl.constexpr):
+def own_columns(tile, i_w: gl.constexpr, options):
+    """Those of a tile that a warpgroup's sums have."""
+    if options.HEIGHT < options.GROUPS:
+        return (tile[i_w],)
+    else:
+        return tile
+
+
+@gluon.jit
+def added(last, b, b_da, b_tda, TANGENT: gl.constexpr):
     """The sums with the product of ḋS, or else of dS, with b."""
-    b = rows_from(bb, 0, T)
     if TANGENT:
         return b_da, accumulated(last, b, b_tda)
     else:
@@ -339,12 +350,11 @@ def wanted(a, c, ta, tc, options):
 
 
 @gluon.jit
-def all_four(some, options):
+def all_four(some, zero, options):
     """Of those, with zeros for the others."""
     I_C: gl.constexpr = 1 if options.WANT_A else 0
     I_TA: gl.constexpr = I_C + (1 if options.WANT_C else 0)
     I_TC: gl.constexpr = I_TA + (1 if options.WANT_TA else 0)
-    zero = sums(options.C)
     a = some[0] if options.WANT_A else zero
     c = some[I_C] if options.WANT_C else zero
     ta = some[I_TA] if options.WANT_TA else zero
@@ -379,11 +389,15 @@ def consume_block(
     x_l: gl.constexpr = gl.SliceLayout(1 if ROW else 0, s_l)
     PADDED_A: gl.constexpr = has(FEATURES, "query_lengths" if ROW else "key_lengths")
     PADDED_B: gl.constexpr = has(FEATURES, "key_lengths" if ROW else "query_lengths")
+    SPLIT: gl.constexpr = options.HEIGHT < GROUPS
+    OWN: gl.constexpr = width(C, i_w) if SPLIT else C  # columns of the sums
+    FIRST: gl.constexpr = i_w if SPLIT else 0  # part of these
+    WIDEST: gl.constexpr = width(C, 0) if SPLIT else C
     # so many products of each kind are in flight when another is waited for
     N_TS: gl.constexpr = parts(C) if USE_TA else 0
-    N_P: gl.constexpr = parts(C) * ((1 if WANT_C else 0) + (1 if WANT_TC and USE_TE else 0))
-    N_DS: gl.constexpr = parts(C) * ((1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0))
-    N_PW: gl.constexpr = parts(C) if WANT_TC and USE_W else 0
+    N_P: gl.constexpr = parts(OWN) * ((1 if WANT_C else 0) + (1 if WANT_TC and USE_TE else 0))
+    N_DS: gl.constexpr = parts(OWN) * ((1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0))
+    N_PW: gl.constexpr = parts(OWN) if WANT_TC and USE_W else 0
     # a tile's last product, of ḋS or else of dS with b, is issued with the next tile's scores: nobody waits for it alone
     DEFERRED: gl.constexpr = has(FEATURES, "deferred") and (WANT_TA or (WANT_A and not WANT_TC))
     gl.static_assert(not DEFERRED or SLOTS >= 4, "a tile is kept until e of the next is there")
@@ -395,14 +409,15 @@ def consume_block(
     LA = LQ if ROW else LK
     block = own(i, call, selection, options)
     i_b, i_a, query_end, key_end = block.i_b, block.i_a, block.query_end, block.key_end
-    a_start = block.i_block * (GROUPS * GROUP_ROWS) + GROUP_ROWS * i_w
-    b_da, b_dc, b_tda, b_tdc = sums(C), sums(C), sums(C), sums(C)
+    a_start = (block.i_block * options.HEIGHT + i_w % options.HEIGHT) * GROUP_ROWS
+    none = sums(OWN)
+    b_da, b_dc, b_tda, b_tdc = none, none, none, none
     if has(FEATURES, "shared"):
-        some, _ = resumed(results.PARTS, block.work, i_w, GROUPS, wanted(b_da, b_dc, b_tda, b_tdc, options), (), C)
-        b_da, b_dc, b_tda, b_tdc = all_four(some, options)
+        some, _ = resumed(results.PARTS, block.work, i_w, GROUPS, wanted(b_da, b_dc, b_tda, b_tdc, options), (), WIDEST)
+        b_da, b_dc, b_tda, b_tdc = all_four(some, none, options)
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
     zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
-    own_rows = a_at.slot * GROUPS + i_w
+    own_rows = a_at.slot * options.HEIGHT + i_w % options.HEIGHT
     mbarrier.wait(memory.a_full.index(own_rows), a_at.phase)
     if ROW:
         o_a = a_start + gl.arange(0, GROUP_ROWS, layout=x_l)
@@ -416,10 +431,11 @@ def consume_block(
             if options.HAS_TD_LSE:
                 b_t_delta -= gl.load(statistics.T_DELTA + x, mask=o_a < LA, other=0.0)
             first_part = (o_a < LA) & (block.work.first == 0)  # other parts of the block have the same
-            gl.store(results.LSE2 + x, b_lse, mask=first_part)
-            gl.store(results.DELTA + x, b_delta, mask=first_part)
-            if WANT_TA:
-                gl.store(results.T_DELTA + x, b_t_delta, mask=first_part)
+            if FIRST == 0:
+                gl.store(results.LSE2 + x, b_lse, mask=first_part)
+                gl.store(results.DELTA + x, b_delta, mask=first_part)
+                if WANT_TA:
+                    gl.store(results.T_DELTA + x, b_t_delta, mask=first_part)
             lse2, delta, t_delta = gl.expand_dims(b_lse, 1), gl.expand_dims(b_delta, 1), gl.expand_dims(b_t_delta, 1)
         else:
             lse2 = row_statistic(statistics.LSE2, x, o_a < LA, float("inf"))
@@ -467,7 +483,8 @@ def consume_block(
                         mbarrier.wait(turn.index(i_w), tick & 1)
                     if DEFERRED:
                         slot = gl.where(t > t_first, slot_before(b_at, 2, SLOTS), b_at.slot)
-                        b_da, b_tda = added(last, matrix(memory.ring, slot), b_da, b_tda, T, WANT_TA)
+                        before = own_columns(rows_from(matrix(memory.ring, slot), 0, T), i_w, options)
+                        b_da, b_tda = added(last, before, b_da, b_tda, WANT_TA)
                     if USE_TB:
                         b_s = score_product(a, bb, zeros, False)  # [64, 2 T]
                     else:
@@ -511,9 +528,9 @@ def consume_block(
                     if USE_TA:
                         b_ts = score_product(matrix(memory.ta, z), b, b_ts, True)
                     if WANT_C:
-                        b_dc = accumulated(p, e, b_dc)
+                        b_dc = accumulated(p, own_columns(e, i_w, options), b_dc)
                     if WANT_TC and USE_TE:
-                        b_tdc = accumulated(p, te, b_tdc)
+                        b_tdc = accumulated(p, own_columns(te, i_w, options), b_tdc)
 
                     if USE_C:
                         if not ROW:
@@ -526,11 +543,11 @@ def consume_block(
                         if N_DS > 0:
                             ds = gl.convert_layout((b_p * b_dp).to(dtype), p_l)
                         if WANT_TA and USE_TB:
-                            b_tda = accumulated(ds, tb, b_tda)
+                            b_tda = accumulated(ds, own_columns(tb, i_w, options), b_tda)
                         if DEFERRED and not WANT_TA:
                             last = ds
                         elif WANT_A:
-                            b_da = accumulated(ds, b, b_da)
+                            b_da = accumulated(ds, own_columns(b, i_w, options), b_da)
                     if USE_TA:
                         b_ts = warpgroup_mma_wait(N_P + N_DS, deps=[b_ts])
                     if USE_W:
@@ -545,7 +562,7 @@ def consume_block(
                             b_tdp = score_product(matrix(memory.tc, z), e, b_tdp, True)
                     if N_PW > 0:
                         pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
-                        b_tdc = accumulated(pw, e, b_tdc)
+                        b_tdc = accumulated(pw, own_columns(e, i_w, options), b_tdc)
                     if WANT_TA:
                         if USE_TC:
                             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
@@ -553,7 +570,7 @@ def consume_block(
                         if DEFERRED:
                             last = tds
                         else:
-                            b_tda = accumulated(tds, b, b_tda)
+                            b_tda = accumulated(tds, own_columns(b, i_w, options), b_tda)
 
                     if WANT_TA and not DEFERRED:
                         b_tda, tds = settled(b_tda, tds)
@@ -578,7 +595,8 @@ def consume_block(
                 if DEFERRED:
                     if t_first < t_end:
                         slot = slot_before(b_at, 2, SLOTS)
-                        b_da, b_tda = added(last, matrix(memory.ring, slot), b_da, b_tda, T, WANT_TA)
+                        before = own_columns(rows_from(matrix(memory.ring, slot), 0, T), i_w, options)
+                        b_da, b_tda = added(last, before, b_da, b_tda, WANT_TA)
                         if WANT_TA:
                             b_tda, last = settled(b_tda, last)
                         else:
@@ -590,14 +608,14 @@ def consume_block(
     again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
     block = own(again, call, selection, options)
     i_b, i_a = block.i_b, block.i_a
-    a_start = (block.i_block * GROUPS + i_w) * GROUP_ROWS
+    a_start = (block.i_block * options.HEIGHT + i_w % options.HEIGHT) * GROUP_ROWS
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
     gradients = wanted(b_da, b_dc, b_tda, b_tdc, options)
     if has(FEATURES, "shared"):
-        gradients, _ = with_others(results.PARTS, block.work, i_w, GROUPS, gradients, (), C)
+        gradients, _ = with_others(results.PARTS, block.work, i_w, GROUPS, gradients, (), WIDEST)
     if block.work.handed_over:
         if has(FEATURES, "shared"):
-            hand_over(results.PARTS, in_wave(call, FEATURES), i_w, GROUPS, gradients, (), C)
+            hand_over(results.PARTS, in_wave(call, FEATURES), i_w, GROUPS, gradients, (), WIDEST)
     else:
         arrays = wanted(results.DA, results.DC, results.TDA, results.TDC, options)
         scales = wanted(scale, 1.0, scale, 1.0, options)
@@ -605,7 +623,7 @@ def consume_block(
             b_x = scaled(gradients[I], gl.full([GROUP_ROWS], scales[I], gl.float32, gl.SliceLayout(1, s_l)))
             if PADDED_A:
                 b_x = zeroed(b_x, o_a >= end_a)
-            store_rows(arrays[I], i_b, i_a, HA, a_start, LA, b_x, C)
+            store_rows(arrays[I], i_b, i_a, HA, a_start, LA, b_x, C, FIRST)
     return b_at, s_at, tick
 
 
@@ -642,14 +660,14 @@ def program(arrays, statistics, results, scale, call, selection, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
-    RESIDENT: gl.constexpr = GROUPS * options.BUFFERS
+    RESIDENT: gl.constexpr = options.HEIGHT * options.BUFFERS
     a_s = tiles(arrays.a, RESIDENT)
     c_s = tiles(arrays.c, RESIDENT) if options.USE_C else a_s
     ta_s = tiles(arrays.ta, RESIDENT) if options.USE_TA else a_s
     tc_s = tiles(arrays.tc, RESIDENT) if options.USE_TC else a_s
     ring = tiles(arrays.b, options.SLOTS, 2 if options.USE_TB or options.USE_TE else 1)
     a_full = barriers(RESIDENT, 1)
-    a_empty = barriers(RESIDENT, 1)
+    a_empty = barriers(RESIDENT, GROUPS // options.HEIGHT)
     full = barriers(options.SLOTS, 1)
     empty = barriers(options.SLOTS, GROUPS)
     # none that is not used: its memory would be given to others
@@ -688,8 +706,8 @@ def backward(
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
     of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
     DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT,
-    C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
-    TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
+    C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr,
+    ROW: gl.constexpr, TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr, HAS_TE: gl.constexpr,
     HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr,
     WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
@@ -701,11 +719,11 @@ def backward(
     USE_TC: gl.constexpr = HAS_TC and WANT_TA
     USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
     # 64 rows of o and of ȯ, so many times for a block, so many in a slot
-    OUTPUTS: gl.constexpr = GROUPS * (2 if WANT_TA else 1) if has(FEATURES, "statistics") else 0
+    OUTPUTS: gl.constexpr = HEIGHT * (2 if WANT_TA else 1) if has(FEATURES, "statistics") else 0
     PER_SLOT: gl.constexpr = T * (2 if USE_TB or USE_TE else 1) // GROUP_ROWS
     PAIRS: gl.constexpr = SLOTS // (2 if USE_TB or USE_TE else 1)
     RESIDENT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
-    BUFFERS: gl.constexpr = resident_buffers(RESIDENT * GROUPS * GROUP_ROWS, SLOTS * T, C, FEATURES)
+    BUFFERS: gl.constexpr = resident_buffers(RESIDENT * HEIGHT * GROUP_ROWS, SLOTS * T, C, FEATURES)
     if not ROW and not RAGGED:
         LQ = LQ // T * T  # as in portable/backward.py
     program(
@@ -722,7 +740,7 @@ def backward(
         ),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
-            C, T, PAIRS, GROUPS, BUFFERS, ROW, OUTPUTS, PER_SLOT, TURNS, FEATURES,
+            C, T, PAIRS, GROUPS, HEIGHT, BUFFERS, ROW, OUTPUTS, PER_SLOT, TURNS, FEATURES,
             masks(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, HAS_D_LSE, HAS_TD_LSE,
             WANT_A, WANT_C, WANT_TA, WANT_TC,
         ),

@@ -1,6 +1,7 @@
 """Forward, with its tangent where one is asked for, or the tangent alone.  The formulas are those of `portable/forward.py`.
 
-A block is 64 queries for each of the consumer warpgroups, of which there are GROUPS, two or three.  With a tangent, the
+A block is 64 queries for each of the consumer warpgroups, of which there are GROUPS, two or three; or, as registers hold no more
+than 128 columns of both o and ȯ, 64 in all, of whose sums each warpgroup has a part of the columns (SPLIT).  With a tangent, the
 products of Ṡ and of P V̇ run while the softmax and P∘Ṡ are computed; without, the next tile's scores are issued before this
 tile's P V (FlashAttention-3's order, arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, each P V and
 the next tile's scores (without a tangent, these first, or with 128 channels alone), so that one computes while the others
@@ -54,6 +55,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     store_statistics,
     sums,
     unpacked,
+    width,
     zeroed,
 )
 from jax_flash_jvp.kernels.hopper.visibility import (
@@ -74,8 +76,8 @@ from jax_flash_jvp.kernels.hopper.visibility import (
 from jax_flash_jvp.kernels.hopper.work import Call, divided, in_wave, item, items, own_block
 from jax_flash_jvp.kernels.portable.scores import has
 
-# constants
-Options = namedtuple("Options", "C BN SLOTS GROUPS BUFFERS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")
+# constants; HEIGHT is that of a block in rows of a warpgroup
+Options = namedtuple("Options", "C BN SLOTS GROUPS HEIGHT BUFFERS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")
 Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors, of the parts of each
 # shared: resident rows, the ring, barriers, numbers of blocks
 Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn queue")
@@ -94,7 +96,7 @@ def tiles_in_all(call, options):
 def queries_of(i, call, options):
     """(batch entry, query head, number of the block of queries, its `item`)."""
     work = item(i, call, tiles_in_all(call, options), options.FEATURES)
-    n_m = gl.cdiv(call.LQ, options.GROUPS * GROUP_ROWS)
+    n_m = gl.cdiv(call.LQ, options.HEIGHT * GROUP_ROWS)
     i_m, i_bh = own_block(work.block, call, n_m, True, options.FEATURES)
     i_b, i_h = divided(i_bh, call.HQ, call.of_heads)
     return i_b, i_h, i_m, work
@@ -104,7 +106,7 @@ def queries_of(i, call, options):
 def own(i, call, selection, options):
     BN: gl.constexpr = options.BN
     FEATURES: gl.constexpr = options.FEATURES
-    ROWS: gl.constexpr = options.GROUPS * GROUP_ROWS
+    ROWS: gl.constexpr = options.HEIGHT * GROUP_ROWS
     i_b, i_h, i_m, work = queries_of(i, call, options)
     q_row = i_m * ROWS
     query_end, key_end = lengths(i_b, call, selection, FEATURES)
@@ -124,8 +126,8 @@ def own(i, call, selection, options):
 @gluon.jit
 def load_queries(arrays, i_b, i_h, row, memory, q_at, options):
     HAS_TQ: gl.constexpr = options.HAS_TQ
-    for w in gl.static_range(options.GROUPS):
-        i = q_at.slot * options.GROUPS + w
+    for w in gl.static_range(options.HEIGHT):
+        i = q_at.slot * options.HEIGHT + w
         bar = memory.q_full.index(i)
         mbarrier.wait(memory.q_empty.index(i), q_at.phase)
         expect(bar, 2 if HAS_TQ else 1, arrays.q)
@@ -262,6 +264,10 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
     HAS_O: gl.constexpr = HAS_TS or not LINEAR
+    SPLIT: gl.constexpr = options.HEIGHT < GROUPS
+    OWN: gl.constexpr = width(C, w) if SPLIT else C  # columns of o and ȯ
+    FIRST: gl.constexpr = w if SPLIT else 0  # part of these
+    WIDEST: gl.constexpr = width(C, 0) if SPLIT else C
     SLACK: gl.constexpr = 8 if memory.q[0].dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
     next_turn = turn.index((w + 1) % GROUPS)
     first_tick = tick
@@ -274,10 +280,10 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
         b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_c = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_o = sums(C)
-    b_to = sums(C)
+    b_o = sums(OWN)
+    b_to = sums(OWN)
     if has(FEATURES, "shared"):
-        both, rows = resumed(results.PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), C)
+        both, rows = resumed(results.PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
         b_o, b_to = both
         b_l, b_m, b_c = rows
     for MASKED in gl.static_range(2):
@@ -290,6 +296,8 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
                 v_at = advance(k_at, SLOTS)
                 kk = matrix(memory.ring, k_at.slot)
                 vv = matrix(memory.ring, v_at.slot)
+                if SPLIT:
+                    vv = (vv[w],)
                 v, tv = rows_from(vv, 0, BN), rows_from(vv, BN, BN) if HAS_TV else vv
 
                 wait(full, k_at)
@@ -352,15 +360,15 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     # worked out again, where the loop has no registers for it
     again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
     i_b, i_h, i_m, work = queries_of(again, call, options)
-    row = (i_m * GROUPS + w) * GROUP_ROWS
+    row = (i_m * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
     O, LSE, TO, MU, PARTS = results
     if has(FEATURES, "shared"):
-        both, rows = with_others(PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), C)
+        both, rows = with_others(PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
         b_o, b_to = both
         b_l, b_m, b_c = rows
     if work.handed_over:
         if has(FEATURES, "shared"):
-            hand_over(PARTS, in_wave(call, FEATURES), w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), C)
+            hand_over(PARTS, in_wave(call, FEATURES), w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
     else:
         if LINEAR:
             nothing = b_m == float("inf")
@@ -377,10 +385,12 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
             b_to = zeroed(b_to, nothing)
             b_c = gl.where(nothing, 0.0, b_c)
         if not LINEAR:
-            store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
-            store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
-        store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C)
-        store_statistics(MU, i_b * HQ + i_h, row, LQ, b_c, r_l)
+            store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C, FIRST)
+        store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C, FIRST)
+        if FIRST == 0:
+            if not LINEAR:
+                store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
+            store_statistics(MU, i_b * HQ + i_h, row, LQ, b_c, r_l)
     return k_at, tick
 
 
@@ -468,7 +478,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     # worked out again, where the loop has no registers for it
     again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
     i_b, i_h, i_m, work = queries_of(again, call, options)
-    row = (i_m * GROUPS + w) * GROUP_ROWS
+    row = (i_m * options.HEIGHT + w) * GROUP_ROWS
     O, LSE, _, _, PARTS = results
     if has(FEATURES, "shared"):
         one, rows = with_others(PARTS, work, w, GROUPS, (b_o,), (b_l, b_m), C)
@@ -494,8 +504,8 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
 @gluon.jit
 def consume_block(i, w: gl.constexpr, at, tick, q_at, memory, SAVED, results, scale, call, selection, options):
     work, i_b, i_h, q_row, sight, visits = own(i, call, selection, options)
-    block = Block(work, i_b, i_h, q_row + GROUP_ROWS * w, sight, visits)
-    own_queries = q_at.slot * options.GROUPS + w
+    block = Block(work, i_b, i_h, q_row + GROUP_ROWS * (w % options.HEIGHT), sight, visits)
+    own_queries = q_at.slot * options.HEIGHT + w % options.HEIGHT
     mbarrier.wait(memory.q_full.index(own_queries), q_at.phase)
     if options.HAS_TQ or options.HAS_TK or options.HAS_TV:
         at, tick = consume_dual(i, w, at, tick, own_queries, block, memory, SAVED, results, scale, call, options)
@@ -532,12 +542,12 @@ def program(arrays, SAVED, results, scale, call, selection, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
-    RESIDENT: gl.constexpr = GROUPS * options.BUFFERS
+    RESIDENT: gl.constexpr = options.HEIGHT * options.BUFFERS
     q_s = tiles(arrays.q, RESIDENT)
     tq_s = tiles(arrays.q, RESIDENT) if options.HAS_TQ else q_s
     ring = tiles(arrays.k, options.SLOTS, 2 if options.HAS_TK or options.HAS_TV else 1)
     q_full = barriers(RESIDENT, 1)
-    q_empty = barriers(RESIDENT, 1)
+    q_empty = barriers(RESIDENT, GROUPS // options.HEIGHT)
     full = barriers(options.SLOTS, 1)
     empty = barriers(options.SLOTS, GROUPS)
     turn = barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
@@ -568,12 +578,12 @@ def forward(
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
     of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
     O, LSE, TO, MU, PARTS,
-    C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    FEATURES: gl.constexpr, RAGGED: gl.constexpr,
+    C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr,
+    TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     PAIRS: gl.constexpr = SLOTS // (2 if HAS_TK or HAS_TV else 1)
-    BUFFERS: gl.constexpr = resident_buffers((2 if HAS_TQ else 1) * GROUPS * GROUP_ROWS, SLOTS * BN, C, FEATURES)
+    BUFFERS: gl.constexpr = resident_buffers((2 if HAS_TQ else 1) * HEIGHT * GROUP_ROWS, SLOTS * BN, C, FEATURES)
     program(
         Arrays(
             described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),
@@ -584,5 +594,8 @@ def forward(
             of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
         ),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
-        Options(C, BN, PAIRS, GROUPS, BUFFERS, TURNS, masks(FEATURES, True, RAGGED), FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR),
+        Options(
+            C, BN, PAIRS, GROUPS, HEIGHT, BUFFERS, TURNS, masks(FEATURES, True, RAGGED), FEATURES,
+            HAS_TQ, HAS_TK, HAS_TV, LINEAR,
+        ),
     )  # fmt: skip

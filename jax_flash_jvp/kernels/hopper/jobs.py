@@ -1,5 +1,6 @@
 """The jobs of attention as launches of the Hopper kernels: the same functions as in `portable/jobs.py`, for what they serve."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from jax_flash_jvp.kernels.portable.tiles import Tile
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 GROUP = GROUP_ROWS.value
-WIDTHS = (32, 64, 96, 128)  # up to so many channels
+WIDTHS = (32, 64, 96, 128, 192, 256)  # up to so many channels
+WIDEST = 128  # part of the columns of sums
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
 PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
@@ -47,14 +49,30 @@ class Ring(NamedTuple):
     groups: int = 2  # consumer warpgroups
     deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
     late: bool = False  # and its dP behind the softmax, not with the scores
+    split: bool = False  # all warpgroups have the same resident rows, each a part of the columns of their sums
 
+    @property
+    def height(self) -> int:
+        """Resident rows of a block, in those of a warpgroup."""
+        return 1 if self.split else self.groups
+
+
+Split = functools.partial(Ring, split=True)
 
 # measured on an H200 at L = 8192, but 96 at 72, mostly on an H100 and at L = 256 too, the tangents alone at 32, and what is
-# deferred on an H100 at L = 256 to 16,384; keys are the width and, for the backward, what is wanted
-FORWARD = {32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(128, 6, True), 128: Ring(128, 4, True)}
-FORWARD_DUAL = {32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8, True), 128: Ring(64, 8, True)}
+# deferred on an H100 at L = 256 to 16,384, 192 and 256 on an H100 at L = 1024 and 8192, but the tangents alone; keys are the
+# width and, for the backward, what is wanted
+FORWARD = {
+    32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(128, 6, True), 128: Ring(128, 4, True),
+    192: Ring(64, 4, False), 256: Ring(64, 4, False),
+}  # fmt: skip
+FORWARD_DUAL = {
+    32: Ring(128, 8, False), 64: Ring(128, 8, True), 96: Ring(64, 8, True), 128: Ring(64, 8, True),
+    192: Split(32, 14, True), 256: Split(32, 10, True),
+}  # fmt: skip
 # Of gradients alone ("plain"), of them and their tangents ("dual"), of the tangents alone ("tangent").  All four sums of the
-# key side together do not fit the registers above 64: then a launch for those of the values, another for those of the keys.
+# key side together do not fit the registers above 64, nor two above 128: then a launch for those of the values, another for those
+# of the keys.
 KEY_SIDE = {
     (32, "plain"): Ring(64, 8, True, 3), (32, "dual"): Ring(32, 16, False, 3), (32, "tangent"): Ring(64, 16, False),
     (64, "plain"): Ring(64, 8, True, 3, deferred=True, late=True),
@@ -65,19 +83,34 @@ KEY_SIDE = {
 # where the tile of a mask does not fit beside the ring; the keys are rings from here
 WITH_MASK = {
     Ring(32, 12, False): Ring(32, 10, False), Ring(32, 12, True): Ring(32, 10, True), Ring(64, 6, False): Ring(32, 10, True),
-    Ring(32, 12, True, deferred=True): Ring(32, 10, False),
+    Ring(32, 12, True, deferred=True): Ring(32, 10, False), Ring(64, 3, False): Ring(32, 4, False),
+    Split(32, 10, True): Split(32, 8, True), Split(32, 6, False): Split(32, 4, False),
+    Split(32, 10, False): Split(32, 8, False),
 }  # fmt: skip
 # with two warpgroups another tile, and so where blocks are not alike
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
-VALUES_DUAL = {96: Ring(64, 12, False), 128: Ring(64, 8, True)}
-KEYS_DUAL = {96: Ring(32, 12, False), 128: Ring(32, 12, True, deferred=True)}
+VALUES = {
+    (96, "dual"): Ring(64, 12, False), (128, "dual"): Ring(64, 8, True),
+    (192, "plain"): Ring(64, 4, False), (256, "plain"): Ring(64, 4, False),
+    (192, "dual"): Split(32, 14, True), (256, "dual"): Split(32, 10, False),
+    (192, "tangent"): Split(32, 14, True), (256, "tangent"): Split(32, 10, False),
+}  # fmt: skip
+KEYS = {
+    (96, "dual"): Ring(32, 12, False), (128, "dual"): Ring(32, 12, True, deferred=True),
+    (192, "plain"): Ring(64, 4, False), (256, "plain"): Ring(64, 3, False),
+    (192, "dual"): Split(32, 10, False), (256, "dual"): Split(32, 6, False),
+    (192, "tangent"): Split(32, 10, False), (256, "tangent"): Split(32, 6, False),
+}  # fmt: skip
 QUERY_SIDE = {
     (32, "plain"): Ring(64, 12, True, 3), (32, "dual"): Ring(64, 16, False), (32, "tangent"): Ring(64, 16, False),
     (64, "plain"): Ring(64, 12, True, 3), (96, "plain"): Ring(128, 6, True), (128, "plain"): Ring(64, 6, True, 3),
     (64, "dual"): Ring(64, 12, False), (96, "dual"): Ring(32, 12, False), (128, "dual"): Ring(32, 8, True),
     (64, "tangent"): Ring(64, 10, False), (96, "tangent"): Ring(64, 8, False), (128, "tangent"): Ring(64, 6, False),
+    (192, "plain"): Ring(64, 4, False), (256, "plain"): Ring(64, 3, False),
+    (192, "dual"): Split(32, 10, True), (256, "dual"): Split(32, 6, False),
+    (192, "tangent"): Split(32, 10, True), (256, "tangent"): Split(32, 6, False),
 }  # fmt: skip
-STATIC = {FORWARD[32], FORWARD[64], KEYS_DUAL[128]}  # with which programs take no blocks from a counter
+STATIC = {FORWARD[32], FORWARD[64], KEYS[128, "dual"]}  # with which programs take no blocks from a counter
 LONG = 1024  # rows; in loops over more, other rings
 IN_LONG_LOOPS = {
     Ring(64, 12, True, 3): Ring(64, 12, True, 3, deferred=True), Ring(32, 16, False): Ring(32, 16, True, deferred=True),
@@ -90,14 +123,18 @@ FROM: dict[int, dict[str, float]] = {
     64: dict(forward=512, forward_dual=128, backward=2048, backward_dual=512),
     96: dict(forward=512, forward_dual=128, backward=512, backward_dual=128),
     128: dict(forward=512, forward_dual=128, backward=512, backward_dual=128),
+    192: dict(forward=128, forward_dual=128, backward=128, backward_dual=128),
+    256: dict(forward=128, forward_dual=128, backward=256, backward_dual=128),
 }
 FROM_IF_MANY: dict[int, dict[str, float]] = {
     32: dict(forward=2048, forward_dual=64, backward=128, backward_dual=128),
     64: dict(forward=1024, forward_dual=64, backward=128, backward_dual=64),
     96: dict(forward=64, forward_dual=64, backward=128, backward_dual=64),
     128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
+    192: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
+    256: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
 }
-FROM_IF_LISTED = 4096  # wide forwards with masks or segments
+FROM_IF_LISTED = 4096  # forwards of 65 to 128 channels with masks or segments
 FROM_IN_WINDOWS = 2048  # narrow forwards
 FROM_WITH_LENGTHS = 1024  # narrow forwards with tangents, whose tiles need cleaning past the ends
 
@@ -113,8 +150,6 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
         return "this launcher, which has no TMA descriptors"
     if dtype_of(x.query) not in ("float16", "bfloat16"):
         return f"{dtype_of(x.query)} arrays"
-    if x.query.shape[-1] > WIDTHS[-1]:
-        return f"a head dim of {x.query.shape[-1]}"
     for name, a in x._asdict().items():
         if a is not None and name not in SERVED:
             return f"`{name}`"
@@ -143,7 +178,7 @@ def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
     if x.mask is not None or x.query_segments is not None:
         if width <= 64 and job in ("forward", "backward"):
             return False
-        if job == "forward":
+        if width <= 128 and job == "forward":
             least = FROM_IF_LISTED
     elif window < keys and width <= 64 and job == "forward":
         least = FROM_IN_WINDOWS
@@ -174,9 +209,9 @@ class _Call:
         self.statistic, self.output = self.portable.statistic, self.portable.output
         self.key_gradient = self.portable.key_gradient
 
-    def blocks(self, groups: int, by_key: bool) -> int:
+    def blocks(self, height: int, by_key: bool) -> int:
         length, heads = (self.key_length, self.key_heads) if by_key else (self.query_length, self.query_heads)
-        return triton.cdiv(length, GROUP * groups) * self.batch * heads
+        return triton.cdiv(length, GROUP * height) * self.batch * heads
 
     def tiles(self, ring: Ring, by_key: bool) -> int:
         """That a block visits."""
@@ -187,7 +222,7 @@ class _Call:
     def rounds(self, ring: Ring, by_key: bool) -> tuple[float, int]:
         """(how long all blocks take, as multiples of one, how many tiles of the last of them a program has for that), 0 where
         they are not shared."""
-        blocks, n_tiles = self.blocks(ring.groups, by_key), self.tiles(ring, by_key)
+        blocks, n_tiles = self.blocks(ring.height, by_key), self.tiles(ring, by_key)
         at_once = self.launcher.multiprocessors or 1
         whole, rest = divmod(blocks, at_once)
         least = triton.cdiv(rest * n_tiles, at_once)
@@ -228,7 +263,7 @@ class _Call:
     def schedule(self, ring: Ring, by_key: bool, written: int) -> tuple[int, int, int, int, str]:
         """(programs, those of them at once, blocks that one of them each computes, tiles of the others for each, words for the
         kernel).  Blocks are alike where nothing but the ragged end is masked."""
-        blocks = self.blocks(ring.groups, by_key)
+        blocks = self.blocks(ring.height, by_key)
         at_once = self.launcher.multiprocessors or blocks
         length = self.tiles(ring, by_key) * ring.tile
         waves = max(1, blocks // at_once // ROUNDS) if self.drifts(length) and written > 1 else 1
@@ -260,7 +295,7 @@ class _Call:
         statistics; `more` are what none of them adds to."""
         written = sum(o is not None and len(o.shape) == 4 for o in outputs)
         programs, at_once, whole, share, order = self.schedule(ring, by_key, written)
-        blocks, rows = self.blocks(ring.groups, by_key), GROUP * ring.groups
+        blocks, rows = self.blocks(ring.height, by_key), GROUP * ring.height
         heads, n_tiles = self.key_heads if by_key else self.query_heads, self.tiles(ring, by_key)
         rest = self.batch * heads % TOGETHER.value or 1
         divisors = (blocks // (self.batch * heads), heads, n_tiles, share or 1, TOGETHER.value, rest)
@@ -272,7 +307,9 @@ class _Call:
         if "dynamic" in order:  # the counter
             between = Output((4,), "float32")
         if whole < blocks:  # what programs hand over
-            between = Output((at_once * ring.groups * part_size(GROUP, *parts, self.head_dim),), "float32")
+            between = Output(
+                (at_once * ring.groups * part_size(GROUP, *parts, WIDEST if ring.split else self.head_dim),), "float32"
+            )
         got = self.launcher.launch(
             self.kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
@@ -280,7 +317,8 @@ class _Call:
             [placeholder if o is None else o for o in (*outputs, between, *more)],
             dict(
                 C=self.head_dim, FEATURES=self.features + order + words, SLOTS=ring.slots, GROUPS=ring.groups,
-                TURNS=ring.turns, RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
+                HEIGHT=ring.height, TURNS=ring.turns,
+                RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
         )  # fmt: skip
         got, (_, *more) = got[: len(outputs)], got[len(outputs) :]
@@ -349,7 +387,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     if dual:
         makes = want_tangent[0] and pairs and length <= STATISTICS_DUAL and not call.drifts(length)
     else:
-        makes = want[0]
+        makes = want[0] and ring.tile >= GROUP  # rows of o in a slot
     if makes:
         dq, _, t_dq, _, *made = side(ring, True, wants, (log_sum_exp, mu, d_lse, t_d_lse), STATISTICS)
         lse2, delta, t_delta = made
@@ -370,9 +408,9 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         dk, dv, t_dk, t_dv = key_side(KEY_SIDE[d, kind], wants)
     else:
         if wants[1] or wants[3]:
-            _, dv, _, t_dv = key_side(VALUES_DUAL[d], (False, wants[1], False, wants[3]))
+            _, dv, _, t_dv = key_side(VALUES[d, kind], (False, wants[1], False, wants[3]))
         if wants[0] or wants[2]:
-            dk, _, t_dk, _ = key_side(KEYS_DUAL[d], (wants[0], False, wants[2], False))
+            dk, _, t_dk, _ = key_side(KEYS[d, kind], (wants[0], False, wants[2], False))
     return Operands(dq, dk, dv), Operands(t_dq, t_dk, t_dv)
 
 

@@ -17,7 +17,10 @@ GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup
 
 @triton.constexpr_function
 def column_widths(channels):
-    """As `widths`, but one where that has 32 and 16, whose sums leave no registers for long tiles in newer Tritons."""
+    """As `widths`, but one where that has 32 and 16, whose sums leave no registers for long tiles in newer Tritons, and above
+    128 that and the rest."""
+    if channels > 128:
+        return (128, *widths(channels - 128))
     return (64,) if 32 < channels <= 48 else widths(channels)
 
 
@@ -221,11 +224,12 @@ def row_dot(b_x, b_y):
 
 
 @gluon.jit
-def store_rows(X, i_b, i_h, H, row, L, b_x, C: gl.constexpr):
-    """From registers: the rows of a warpgroup, as far as they exist, in a contiguous [B, L, H, C] array."""
+def store_rows(X, i_b, i_h, H, row, L, b_x, C: gl.constexpr, FIRST: gl.constexpr = 0):
+    """From registers: the rows of a warpgroup, as far as they exist, in a contiguous [B, L, H, C] array; its columns from part
+    FIRST on."""
     X += ((i_b.to(gl.int64) * L + row) * H + i_h) * C
-    for PART in gl.static_range(parts(C)):
-        store_columns(X, H * C, L - row, b_x[PART], C, PART)
+    for PART in gl.static_range(len(b_x)):
+        store_columns(X, H * C, L - row, b_x[PART], C, FIRST + PART)
 
 
 @triton.constexpr_function
