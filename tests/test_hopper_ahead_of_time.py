@@ -26,10 +26,13 @@ SPILL = {
     "mask": 590,
     "segments": 590,
 }
-SPILL_MORE = {("forward_dual", 64, "window-lengths"): 750, ("tangent", 64, "window-lengths"): 750}
+SPILL_MORE = {
+    ("forward_dual", 64, "window-lengths"): 750, ("tangent", 64, "window-lengths"): 750,
+    **dict.fromkeys(itertools.product(("query_side_dual", "key_side_dual"), (256,), SPILL), 1600),
+}  # fmt: skip
 LENGTHS = {"causal-ragged": 1023, "persistent": 2048, "ahead": 512, "ahead-ragged": 500, "shared": 8192}
 # of which all programs have as many blocks, or not
-MULTIPROCESSORS = {"whole": None, "shared": 100, "window-lengths": 132, "mask": 132, "segments": 132}
+MULTIPROCESSORS = {"whole": None, "shared": 90, "window-lengths": 132, "mask": 132, "segments": 132}
 
 
 def last_launch(job, head_dim, kind):
@@ -102,9 +105,10 @@ STATIC = {("forward", 32), ("forward", 64), ("key_side_dual", 128), ("key_side_t
 
 def slow(job, head_dim, kind):
     if kind == "whole":
-        return head_dim in (72, 96) or (head_dim < 64 and job not in ("forward_dual", "tangent"))
+        return head_dim in (72, 96, 192, 256) or (head_dim < 64 and job not in ("forward_dual", "tangent"))
     return (job, head_dim, kind) not in {
         ("forward_dual", 128, "persistent"), ("query_side", 64, "ahead"), ("key_side", 128, "mask"),
+        ("forward_dual", 256, "shared"), ("query_side_dual", 192, "causal-ragged"), ("value_side", 256, "mask"),
         ("forward_dual", 72, "shared"), ("query_side", 64, "long-causal-ragged"), ("forward", 64, "ahead-ragged"),
     }  # fmt: skip
 
@@ -114,7 +118,8 @@ def slow(job, head_dim, kind):
     [
         pytest.param(*c, marks=[pytest.mark.slow] * slow(*c))
         for c in (
-            *itertools.product(JOBS, (32, 64, 72, 96, 128), SPILL),
+            *itertools.product(JOBS, (32, 64, 72, 96, 128, 192, 256), SPILL),
+            *itertools.product(("value_side",), (192, 256), SPILL),
             *itertools.product(JOBS, (16, 40), ("whole",)),
             *itertools.product(("query_side", "key_side_dual"), (64,), [f"long-{kind}" for kind in ALONE]),
             ("forward", 64, "long-window-lengths"),
