@@ -29,6 +29,7 @@ SPILL = {
 SPILL_MORE = {
     ("forward_dual", 64, "window-lengths"): 750, ("tangent", 64, "window-lengths"): 750,
     **dict.fromkeys(itertools.product(("query_side_dual", "key_side_dual"), (256,), SPILL), 1600),
+    **dict.fromkeys(itertools.product(("key_side_dual",), (192,), SPILL), 700),
 }  # fmt: skip
 LENGTHS = {"causal-ragged": 1023, "persistent": 2048, "ahead": 512, "ahead-ragged": 500, "shared": 8192}
 # of which all programs have as many blocks, or not
