@@ -158,8 +158,7 @@ def test_broken_second_parts_fail(old, new):
 
 WIDE_ROWS = {"D256": (1, 70, 150, 2, 1, 256), "D192": (2, 90, 140, 1, 1, 192), "D136": (1, 130, 70, 1, 1, 136)}
 SPLIT_MUTANTS = {
-    "columns-of-the-values": ("vv = (vv[w],)", "vv = (vv[0],)"),
-    "columns-of-the-streamed-rows": ("return (tile[i_w],)", "return (tile[0],)"),
+    "columns-of-the-streamed-rows": ("return (tile[w],)", "return (tile[0],)"),
     "columns-of-the-output": ("FIRST: gl.constexpr = w if SPLIT else 0", "FIRST: gl.constexpr = 0"),
     "columns-of-the-gradients": ("FIRST: gl.constexpr = i_w if SPLIT else 0", "FIRST: gl.constexpr = 0"),
     "rows-of-the-next-block": ("barriers(RESIDENT, GROUPS // options.HEIGHT)", "barriers(RESIDENT, 1)"),

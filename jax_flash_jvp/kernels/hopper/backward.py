@@ -51,6 +51,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     accumulated,
     halves,
     log2_sum_exp,
+    own_columns,
     parts,
     product_layout,
     scaled,
@@ -317,15 +318,6 @@ def produce(arrays, statistics, COUNTER, memory, call, selection, options):
 
 
 @gluon.jit
-def own_columns(tile, i_w: gl.constexpr, options):
-    """Those of a tile that a warpgroup's sums have."""
-    if options.HEIGHT < options.GROUPS:
-        return (tile[i_w],)
-    else:
-        return tile
-
-
-@gluon.jit
 def added(last, b, b_da, b_tda, TANGENT: gl.constexpr):
     """The sums with the product of ḋS, or else of dS, with b."""
     if TANGENT:
@@ -483,7 +475,7 @@ def consume_block(
                         mbarrier.wait(turn.index(i_w), tick & 1)
                     if DEFERRED:
                         slot = gl.where(t > t_first, slot_before(b_at, 2, SLOTS), b_at.slot)
-                        before = own_columns(rows_from(matrix(memory.ring, slot), 0, T), i_w, options)
+                        before = own_columns(rows_from(matrix(memory.ring, slot), 0, T), i_w, SPLIT)
                         b_da, b_tda = added(last, before, b_da, b_tda, WANT_TA)
                     if USE_TB:
                         b_s = score_product(a, bb, zeros, False)  # [64, 2 T]
@@ -528,9 +520,9 @@ def consume_block(
                     if USE_TA:
                         b_ts = score_product(matrix(memory.ta, z), b, b_ts, True)
                     if WANT_C:
-                        b_dc = accumulated(p, own_columns(e, i_w, options), b_dc)
+                        b_dc = accumulated(p, own_columns(e, i_w, SPLIT), b_dc)
                     if WANT_TC and USE_TE:
-                        b_tdc = accumulated(p, own_columns(te, i_w, options), b_tdc)
+                        b_tdc = accumulated(p, own_columns(te, i_w, SPLIT), b_tdc)
 
                     if USE_C:
                         if not ROW:
@@ -543,11 +535,11 @@ def consume_block(
                         if N_DS > 0:
                             ds = gl.convert_layout((b_p * b_dp).to(dtype), p_l)
                         if WANT_TA and USE_TB:
-                            b_tda = accumulated(ds, own_columns(tb, i_w, options), b_tda)
+                            b_tda = accumulated(ds, own_columns(tb, i_w, SPLIT), b_tda)
                         if DEFERRED and not WANT_TA:
                             last = ds
                         elif WANT_A:
-                            b_da = accumulated(ds, own_columns(b, i_w, options), b_da)
+                            b_da = accumulated(ds, own_columns(b, i_w, SPLIT), b_da)
                     if USE_TA:
                         b_ts = warpgroup_mma_wait(N_P + N_DS, deps=[b_ts])
                     if USE_W:
@@ -562,7 +554,7 @@ def consume_block(
                             b_tdp = score_product(matrix(memory.tc, z), e, b_tdp, True)
                     if N_PW > 0:
                         pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
-                        b_tdc = accumulated(pw, own_columns(e, i_w, options), b_tdc)
+                        b_tdc = accumulated(pw, own_columns(e, i_w, SPLIT), b_tdc)
                     if WANT_TA:
                         if USE_TC:
                             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
@@ -570,7 +562,7 @@ def consume_block(
                         if DEFERRED:
                             last = tds
                         else:
-                            b_tda = accumulated(tds, own_columns(b, i_w, options), b_tda)
+                            b_tda = accumulated(tds, own_columns(b, i_w, SPLIT), b_tda)
 
                     if WANT_TA and not DEFERRED:
                         b_tda, tds = settled(b_tda, tds)
@@ -595,7 +587,7 @@ def consume_block(
                 if DEFERRED:
                     if t_first < t_end:
                         slot = slot_before(b_at, 2, SLOTS)
-                        before = own_columns(rows_from(matrix(memory.ring, slot), 0, T), i_w, options)
+                        before = own_columns(rows_from(matrix(memory.ring, slot), 0, T), i_w, SPLIT)
                         b_da, b_tda = added(last, before, b_da, b_tda, WANT_TA)
                         if WANT_TA:
                             b_tda, last = settled(b_tda, last)

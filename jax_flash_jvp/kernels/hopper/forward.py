@@ -42,6 +42,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     halves,
     increased,
     log2_sum_exp,
+    own_columns,
     packed,
     parts,
     product_layout,
@@ -295,9 +296,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
                 q = matrix(memory.q, own_queries + (tick >> 30))
                 v_at = advance(k_at, SLOTS)
                 kk = matrix(memory.ring, k_at.slot)
-                vv = matrix(memory.ring, v_at.slot)
-                if SPLIT:
-                    vv = (vv[w],)
+                vv = own_columns(matrix(memory.ring, v_at.slot), w, SPLIT)
                 v, tv = rows_from(vv, 0, BN), rows_from(vv, BN, BN) if HAS_TV else vv
 
                 wait(full, k_at)

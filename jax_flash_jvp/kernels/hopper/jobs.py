@@ -19,7 +19,6 @@ from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 GROUP = GROUP_ROWS.value
 WIDTHS = (32, 64, 96, 128, 192, 256)  # up to so many channels
-WIDEST = 128  # part of the columns of sums
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
 PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
@@ -307,9 +306,8 @@ class _Call:
         if "dynamic" in order:  # the counter
             between = Output((4,), "float32")
         if whole < blocks:  # what programs hand over
-            between = Output(
-                (at_once * ring.groups * part_size(GROUP, *parts, WIDEST if ring.split else self.head_dim),), "float32"
-            )
+            columns = column_widths(self.head_dim)[0] if ring.split else self.head_dim
+            between = Output((at_once * ring.groups * part_size(GROUP, *parts, columns),), "float32")
         got = self.launcher.launch(
             self.kernel, programs,
             (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),

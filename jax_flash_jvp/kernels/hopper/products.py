@@ -93,6 +93,15 @@ def sum_product(p, rows, b_x, PART: gl.constexpr):
 
 
 @gluon.jit
+def own_columns(tile, w: gl.constexpr, SPLIT: gl.constexpr):
+    """Of a tile those of a warpgroup's sums: a part, where they are SPLIT, or all."""
+    if SPLIT:
+        return (tile[w],)
+    else:
+        return tile
+
+
+@gluon.jit
 def accumulated(p, rows, b_x):
     """The sums + p rows, of an operand p and rows in shared memory; asynchronous, see `settled`."""
     b_y = (sum_product(p, rows, b_x, 0),)
