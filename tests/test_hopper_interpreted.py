@@ -487,7 +487,7 @@ def test_tiles_that_a_block_visits(side, padded):
         call = module("work").Call(*map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0, n, *reciprocals)))
         nothing, *arrays = (pointer(np.array([end], np.int32)) for end in (0, *ends))
         selection = visibility.Selection(nothing, *arrays, nothing, nothing, nothing)
-        given = dict(D=64, GROUPS=2, BN=T, T=T, ROW=by_query, MASKS=True, FEATURES=" ".join(words))
+        given = dict(D=64, GROUPS=2, HEIGHT=2, BN=T, T=T, ROW=by_query, MASKS=True, FEATURES=" ".join(words))
         options = kernel.Options(**{name: given.get(name, False) for name in kernel.Options._fields})
         for b in range(n):
             block = kernel.own(number(b), call, selection, options)
