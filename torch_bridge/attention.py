@@ -217,11 +217,9 @@ def patch() -> Iterator[None]:
             _Patch.fastpath = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
         modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+        modules = [module for module in modules if module is not torch._C._nn]  # where pickle finds PyTorch's function
         # not module.__dict__: some answer for themselves, and load what is asked for
         loaded = [object.__getattribute__(module, "__dict__") for module in modules]
-        loaded = [
-            names for names in loaded if names is not vars(torch._C._nn)
-        ]  # where pickle finds what is held elsewhere
         places = [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]
         _Patch.places += places
         for names, name in places:

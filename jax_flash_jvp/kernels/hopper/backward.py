@@ -722,8 +722,7 @@ def backward(
         Arrays(
             described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),
             described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
-            described(o_d, o_r) if OUTPUTS > 0 else described(a_d, a_r),
-            described(to_d, to_r) if OUTPUTS > 0 and WANT_TA else described(a_d, a_r),
+            described(o_d, o_r), described(to_d, to_r),
         ), Statistics(LSE2, MU, DELTA, T_DELTA),
         Results(DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT), scale,
         Call(
