@@ -66,6 +66,7 @@ from jax_flash_jvp.kernels.hopper.products import (
 from jax_flash_jvp.kernels.hopper.visibility import (
     Bounds,
     Selection,
+    has_loop,
     hide,
     key_bounds,
     lengths,
@@ -271,7 +272,7 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
         load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     first = 1
     for MASKED in gl.static_range(2):
-        if not MASKED or options.MASKS:
+        if has_loop(MASKED, options.MASKS, FEATURES):
             for i_g in range(block.group):
                 i_h = block.i_stream + i_g
                 visits = visits_of_head(i_g, block, call, selection, options)
@@ -440,7 +441,7 @@ def consume_block(
     end_a = query_end if ROW else key_end
     end_b = key_end if ROW else query_end
     for MASKED in gl.static_range(2):
-        if not MASKED or options.MASKS:
+        if has_loop(MASKED, options.MASKS, FEATURES):
             for i_g in range(block.group):
                 visits = visits_of_head(i_g, block, call, selection, options)
                 i_h = i_a if ROW else block.i_stream + i_g

@@ -62,6 +62,7 @@ from jax_flash_jvp.kernels.hopper.products import (
 from jax_flash_jvp.kernels.hopper.visibility import (
     Bounds,
     Selection,
+    has_loop,
     hide,
     key_bounds,
     lengths,
@@ -150,7 +151,7 @@ def produce_block(i, at, q_at, arrays, memory, call, selection, options):
         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
     first = 1
     for MASKED in gl.static_range(2):
-        if not MASKED or options.MASKS:
+        if has_loop(MASKED, options.MASKS, FEATURES):
             t_first, t_end = range_of(visits, MASKED)
             for t in range(t_first, t_end):
                 row = tile_at(t, visits, MASKED, FEATURES) * BN
@@ -288,7 +289,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
         b_o, b_to = both
         b_l, b_m, b_c = rows
     for MASKED in gl.static_range(2):
-        if not MASKED or options.MASKS:
+        if has_loop(MASKED, options.MASKS, FEATURES):
             t_first, t_end = range_of(visits, MASKED)
             for t in range(t_first, t_end):
                 j = tile_at(t, visits, MASKED, FEATURES)
@@ -419,7 +420,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     for MASKED in gl.static_range(2):
         t_first, t_end = range_of(visits, MASKED)
         # P is handed from one tile to the next but not from one loop to the other
-        if (not MASKED or options.MASKS) and t_first < t_end:
+        if has_loop(MASKED, options.MASKS, FEATURES) and t_first < t_end:
             # for this loop alone: what both use, the assembler of Triton 3.6 may work out before the first and then pass over
             q = matrix(memory.q, own_queries + (tick >> 30) if options.BUFFERS > 1 else own_queries)
             wait(full, k_at)

@@ -26,6 +26,9 @@ PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, 
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
 AHEAD = 1024  # up to which it has loaded the next block's resident rows as well, if there is room
+# Up to which, or in windows of up to so many, there is one loop, with masks: the instructions of a second, for tiles that need
+# none, would take longer to come than masks do.
+ONE_LOOP = 1024
 # Up to which the query side of the dual backward makes the row statistics, as that of the plain one always does.
 STATISTICS_DUAL = 1024
 # In shorter loops, where rows end within a sector of memory, programs that read the same rows drift apart, and these have left
@@ -170,8 +173,7 @@ def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
     """Than the portable kernels?  As measured on an H200, and on an H100."""
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = _width(head_dim)
-    left, right = problem.reach(queries, keys)
-    window = keys if left is None or right is None else left + right + 1
+    window = _window(problem, queries, keys)
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
     least = (FROM_IF_MANY if many else FROM)[width][job]
     if x.mask is not None or x.query_segments is not None:
@@ -186,6 +188,12 @@ def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
     return min(queries, keys, window) >= least
 
 
+def _window(problem: Problem, queries: int, keys: int) -> int:
+    """How many keys a query may see."""
+    left, right = problem.reach(queries, keys)
+    return keys if left is None or right is None else left + right + 1
+
+
 def _width(head_dim: int) -> int:
     return next(width for width in WIDTHS if width >= head_dim)
 
@@ -193,7 +201,7 @@ def _width(head_dim: int) -> int:
 class _Call:
     """What the launches of one call share."""
 
-    def __init__(self, launcher: Launcher, problem: Problem, x: Operands, kernel):
+    def __init__(self, launcher: Launcher, problem: Problem, x: Operands, kernel, lists_counted: bool = True):
         self.launcher, self.problem, self.x, self.kernel = launcher, problem, x, kernel
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
@@ -202,6 +210,9 @@ class _Call:
         self.features = self.portable.features
         self.words = {*self.features.split()}
         self.alike = not UNLIKE & self.words  # all blocks
+        # are blocks taken from a counter?
+        self.counted = not self.alike and (lists_counted or "tiles" not in self.words)
+        self.mask_tile = {"mask:rows", "mask:columns"} <= self.words  # takes room in shared memory
         if self.portable.reach[1] < 0 or (UNLIKE - {"right"}) & self.words:  # rows may see nothing
             self.features += " empty"
         self.scalars = (*self.portable.sizes, *self.portable.reach)
@@ -240,7 +251,7 @@ class _Call:
         warpgroups may leave fewer multiprocessors without a block than three."""
         if self.tiles(ring, by_key) * ring.tile > LONG:
             ring = IN_LONG_LOOPS.get(ring, ring)
-        if {"mask:rows", "mask:columns"} <= self.words:
+        if self.mask_tile:
             ring = WITH_MASK.get(ring, ring)
         if ring.groups == 3:
             pair = WITH_TWO.get(ring, ring._replace(groups=2))
@@ -255,6 +266,15 @@ class _Call:
         seconds = [Rows(a, n, rest[0]) if rest else Rows(None, 0, 0) for a, n in arrays]
         return [*(Rows(a, n, first) for a, n in arrays), *seconds]
 
+    def one_loop(self, by_key: bool) -> bool:
+        """Do the tiles that need no mask go with the others?  Not where lengths cut tiles, which are cleaned, nor, in the
+        backward, where masks or segments are read."""
+        forward = self.kernel is forward_kernels.forward
+        if self.alike or "lengths" in self.words or ("tiles" in self.words and not forward):
+            return False
+        window = _window(self.problem, self.query_length, self.key_length)
+        return min(window, self.query_length if by_key else self.key_length) <= ONE_LOOP
+
     def drifts(self, length: int) -> bool:
         """Do programs that read the same rows, so many for a block, drift apart?"""
         return self.head_dim % SECTOR > 0 and length < DRIFT_BELOW
@@ -266,9 +286,9 @@ class _Call:
         at_once = self.launcher.multiprocessors or blocks
         length = self.tiles(ring, by_key) * ring.tile
         waves = max(1, blocks // at_once // ROUNDS) if self.drifts(length) and written > 1 else 1
-        ahead = length <= AHEAD and (written > 1 or not self.drifts(length))
+        ahead = length <= AHEAD and (written > 1 or not self.drifts(length)) and not self.mask_tile
         words = " persistent ahead" if ahead else " persistent"
-        if self.words & UNLIKE == {"right"} and blocks > at_once and ring not in STATIC:
+        if self.counted and blocks > at_once and ring not in STATIC:
             return at_once, at_once, blocks, 0, words + " dynamic"
         words += " waves" * (waves > 1)
         share = self.rounds(ring, by_key)[1]
@@ -300,7 +320,7 @@ class _Call:
         divisors = (blocks // (self.batch * heads), heads, n_tiles, share or 1, TOGETHER.value, rest)
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         x, placeholder, tiles, between = self.x, Output((1,), "float32"), None, None
-        words += " deferred" * ring.deferred + " late" * ring.late
+        words += " deferred" * ring.deferred + " late" * ring.late + " one-loop" * self.one_loop(by_key)
         if "tiles" in self.words:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
         if "dynamic" in order:  # the counter
@@ -354,8 +374,8 @@ def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> 
 def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tangents, want, want_tangent):
     """Needs a cotangent of o."""
     (o, log_sum_exp), (d_o, d_lse), (tx, (t_o, mu), (t_d_o, t_d_lse)) = y, cy, tangents
-    call = _Call(launcher, problem, x, backward_kernels.backward)
     dual = any(want_tangent)
+    call = _Call(launcher, problem, x, backward_kernels.backward, lists_counted=not dual)
     query = ((x.query, tx.query), (d_o, t_d_o))
     key = ((x.key, tx.key), (x.value, tx.value))
 

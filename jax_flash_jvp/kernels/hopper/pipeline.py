@@ -189,13 +189,20 @@ def inner(x, y, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def clean_part(tile, row, end):
+def clean_part(tile, n):
+    """Zeros for the rows from n on, in pieces of eight registers a thread."""
     ROWS: gl.constexpr = tile.shape[0]
     D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = row_layout(D)
-    o_r = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
-    b_x = tile.load(layout)
-    tile.store(gl.where(o_r < end, b_x, gl.zeros([ROWS, D], tile.dtype, layout)))
+    LAYOUT: gl.constexpr = row_layout(D)
+    PIECE: gl.constexpr = ROWS if ROWS < 2048 // D else 2048 // D
+    zeros = gl.zeros([PIECE, D], tile.dtype, LAYOUT)
+    for ROW in gl.static_range(0, ROWS, PIECE):
+        piece = tile.slice(ROW, PIECE, 0)
+        if ROW > 0 and n <= ROW:
+            piece.store(zeros)
+        elif n < ROW + PIECE:
+            o_r = gl.expand_dims(ROW + gl.arange(0, PIECE, layout=gl.SliceLayout(1, LAYOUT)), 1)
+            piece.store(gl.where(o_r < n, piece.load(LAYOUT), zeros))
 
 
 @gluon.jit
@@ -204,5 +211,5 @@ def clean(tile, row, end):
     does so for itself, unsynchronised: all of them write the same."""
     if row + tile[0].shape[0] > end:
         for PART in gl.static_range(len(tile)):
-            clean_part(tile[PART], row, end)
+            clean_part(tile[PART], end - row)
         fence_async_shared()

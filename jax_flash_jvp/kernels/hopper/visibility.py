@@ -26,6 +26,12 @@ def masks(features, row, ragged):
     return (row and ragged) or bool({"left", "right", "tiles", ends} & {*features.split()})
 
 
+@triton.constexpr_function
+def has_loop(masked, masks, features):
+    """Over the tiles that everybody sees whole, or the `masked`, which may be all."""
+    return masks if masked else not (masks and "one-loop" in features.split())
+
+
 @gluon.jit
 def lengths(i_b, call, selection, FEATURES: gl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
@@ -38,7 +44,7 @@ def lengths(i_b, call, selection, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def span(bounds, T: gl.constexpr, MASKS: gl.constexpr):
+def span(bounds, T: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr):
     """The tiles first … end - 1, which need no mask, come first; then those from `start` on, and those after."""
     start, first, whole, stop = bounds
     if MASKS:
@@ -46,6 +52,8 @@ def span(bounds, T: gl.constexpr, MASKS: gl.constexpr):
         start = gl.minimum(gl.maximum(start, 0) // T, n)
         first = gl.minimum(gl.maximum(gl.cdiv(first, T), start), n)
         end = gl.minimum(gl.maximum(gl.maximum(whole, 0) // T, first), n)
+        if has(FEATURES, "one-loop"):
+            end = first
         return Visits(0, end - first, 0, first - start + n - end, start, first, end)
     else:
         n = gl.cdiv(stop, T)
@@ -129,10 +137,10 @@ def visits_of(
     if has(FEATURES, "tiles"):
         size = i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
         p_tiles = share(selection.TILES, i_b, i_h, call, size, FEATURES, "tiles") + i_block * (n_tiles + 2)
-        plain = gl.load(p_tiles)
+        plain = 0 if has(FEATURES, "one-loop") else gl.load(p_tiles)
         return Visits(0, plain, 0, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0)
     else:
-        return span(bounds, T, MASKS)
+        return span(bounds, T, MASKS, FEATURES)
 
 
 @gluon.jit
