@@ -163,23 +163,29 @@ def check(case, implementation, dtype, D=4, product_epsilon=0):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "dtype", "head_dim", "T", "S"),
+    ("implementation", "dtype", "head_dim", "B", "T", "S"),
     [
-        ("interpret", "float32", 4, 34, 50),
-        ("interpret", "float32", 4, 32, 48),  # whole tiles
-        ("xla", "float32", 4, 34, 50),
-        pytest.param("portable", "float32", 64, 34, 50, marks=pytest.mark.gpu),
-        pytest.param("hopper", "bfloat16", 64, 34, 50, marks=[pytest.mark.gpu, hopper]),
+        ("interpret", "float32", 4, 2, 34, 50),
+        ("interpret", "float32", 4, 2, 32, 48),  # whole tiles
+        ("xla", "float32", 4, 2, 34, 50),
+        pytest.param("portable", "float32", 64, 2, 34, 50, marks=pytest.mark.gpu),
+        *(
+            pytest.param("hopper", "bfloat16", head_dim, *sizes, marks=[pytest.mark.gpu, hopper])
+            for head_dim, *sizes in ((64, 2, 34, 50), *((width, 96, 340, 500) for width in (64, 72, 128, 256)))
+        ),
     ],
 )
-def test_past_the_lengths_anything_may_stand(implementation, dtype, head_dim, T, S):
+def test_past_the_lengths_anything_may_stand(implementation, dtype, head_dim, B, T, S):
     """In arrays, tangents and cotangents."""
-    ends = dict(query_seq_lengths=lengths(30, 7), key_value_seq_lengths=lengths(0, 40))
+    ends = dict(
+        query_seq_lengths=lengths(*(T - T // 8, T // 5) * (B // 2)),
+        key_value_seq_lengths=lengths(*(0, S - S // 5) * (B // 2)),
+    )
     sizes = [(T, 2), (S, 2), (S, 2), (T, 2)]
     past = [(np.arange(n) >= ends[f"{name}_seq_lengths"][:, None])[..., None, None]
             for name, n in (("query", T), ("key_value", S), ("key_value", S), ("query", T))]  # fmt: skip
     bias, t_bias = (jnp.asarray(oracle.normal(i, 1, 2, T, S), dtype) for i in (8, 9))
-    drawn = [[oracle.normal(10 * i + j, 2, *size, head_dim) for j, size in enumerate(sizes)] for i in range(2)]
+    drawn = [[oracle.normal(10 * i + j, B, *size, head_dim) for j, size in enumerate(sizes)] for i in range(2)]
     attend = functools.partial(dot_product_attention, **ends, implementation=implementation)
 
     def derivatives(filler):
@@ -402,6 +408,18 @@ def test_on_a_gpu(case, dtype, head_dim, record_property):
 )  # fmt: skip
 def test_hopper_kernels(case, head_dim):
     check(large()[case], "hopper", "bfloat16", D=head_dim, product_epsilon=oracle.TF32_EPSILON)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 128, 256])
+@pytest.mark.parametrize("case", ["lengths-causal", "long-causal-lengths", "window", "segments-causal", "mask"])
+def test_hopper_kernels_with_more_blocks_than_multiprocessors(case, head_dim):
+    given = large()[case]
+    B, *sizes = given["shape"]
+    several = lambda a: np.concatenate([a] * (72 // B)) if isinstance(a, np.ndarray) and len(a) == B > 1 else a
+    many = {name: several(a) for name, a in given.items()} | dict(shape=(72, *sizes))
+    check(many, "hopper", "bfloat16", D=head_dim, product_epsilon=oracle.TF32_EPSILON)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
