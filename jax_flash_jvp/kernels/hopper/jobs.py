@@ -173,7 +173,7 @@ def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
     """Than the portable kernels?  As measured on an H200, and on an H100."""
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = _width(head_dim)
-    window = _window(problem, queries, keys)
+    window = _seen(keys, problem, queries, keys)
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
     least = (FROM_IF_MANY if many else FROM)[width][job]
     if x.mask is not None or x.query_segments is not None:
@@ -188,10 +188,10 @@ def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
     return min(queries, keys, window) >= least
 
 
-def _window(problem: Problem, queries: int, keys: int) -> int:
-    """How many keys a query may see."""
+def _seen(rows: int, problem: Problem, queries: int, keys: int) -> int:
+    """How many of so many keys a query may see, or of queries a key."""
     left, right = problem.reach(queries, keys)
-    return keys if left is None or right is None else left + right + 1
+    return rows if left is None or right is None else min(rows, left + right + 1)
 
 
 def _width(head_dim: int) -> int:
@@ -272,8 +272,8 @@ class _Call:
         forward = self.kernel is forward_kernels.forward
         if self.alike or "lengths" in self.words or ("tiles" in self.words and not forward):
             return False
-        window = _window(self.problem, self.query_length, self.key_length)
-        return min(window, self.query_length if by_key else self.key_length) <= ONE_LOOP
+        rows = self.query_length if by_key else self.key_length
+        return _seen(rows, self.problem, self.query_length, self.key_length) <= ONE_LOOP
 
     def drifts(self, length: int) -> bool:
         """Do programs that read the same rows, so many for a block, drift apart?"""
