@@ -5,7 +5,7 @@ than 128 columns of both o and ȯ, 64 in all, of whose sums each warpgroup has a
 products of Ṡ and of P V̇ run while the softmax and P∘Ṡ are computed; without, the next tile's scores are issued before this
 tile's P V (FlashAttention-3's order, arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, each P V and
 the next tile's scores (without a tangent, these first, or with 128 channels alone), so that one computes while the others
-multiply.  Tiles that every query sees whole come first, then those that need a mask.
+multiply.  Tiles that every query sees whole come first, then those that need a mask; in short loops all have one ("one-loop").
 """
 
 from collections import namedtuple
