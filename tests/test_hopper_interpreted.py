@@ -421,7 +421,7 @@ SLOW = {"window-left", "window-ahead", "lower-right", "key-lengths", "query-leng
     ],
 )
 def test_features(monkeypatch, feature, shape, late):
-    if shape == WIDE:
+    if shape == WIDE:  # two loops, as long rows have them
         monkeypatch.setattr(hopper, "ONE_LOOP", 0)
     given = {name: value for name, value in (FEATURES | LISTED)[feature].items() if name != "shape"}
     x, tx = operands(shape)
