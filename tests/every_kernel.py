@@ -31,9 +31,10 @@ def job(family, kind, head_dim, name):
     """A function without arguments, and what it is to return every time."""
     torch.manual_seed(0)
     heads, key_heads = 4, 2
-    # short: so many blocks of the same length that a program computes several, one after the other
+    # short: so many blocks of the same length that a program computes several, one after the other; and where blocks differ,
+    # so many that programs take them from a counter
     sizes = {"short": (35, 190, 180), "whole": (1, 384, 256), "shared": (2, 2300, 1100)}
-    batch, queries, keys = sizes.get(kind, (2, 290, 270))
+    batch, queries, keys = sizes.get(kind, (24, 290, 270))
     draw = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     rows = lambda: Operands(
         draw(batch, queries, heads, head_dim), draw(batch, keys, key_heads, head_dim), draw(batch, keys, key_heads, head_dim)
@@ -43,7 +44,8 @@ def job(family, kind, head_dim, name):
     problem = Problem(scale=head_dim**-0.5, is_causal=kind == "causal", implementation=family)
     if kind == "window-lengths":
         problem = dataclasses.replace(problem, window=(100, 50))
-        x = x._replace(query_lengths=integers(queries, 131), key_lengths=integers(200, keys))
+        several = lambda *n: integers(*n * (batch // len(n)))
+        x = x._replace(query_lengths=several(queries, 131), key_lengths=several(200, keys))
     if kind == "mask":
         x = x._replace(mask=torch.rand(batch, 1, queries, keys, device="cuda") < 0.5)
     if kind == "segments":

@@ -28,6 +28,7 @@ SPILL = {
 }
 SPILL_MORE = {
     ("tangent", 64, "window-lengths"): 780,
+    ("forward_dual", 64, "long-window-lengths"): 640,
     **dict.fromkeys(itertools.product(("query_side_dual", "key_side_dual"), (256,), SPILL), 1600),
     **dict.fromkeys(itertools.product(("key_side_dual",), (192,), SPILL), 700),
 }  # fmt: skip
@@ -39,7 +40,7 @@ MULTIPROCESSORS = {"whole": None, "shared": 90}
 def last_launch(job, head_dim, kind):
     recorder, batch = Recorder(90), 4
     long, kind = kind.startswith("long-"), kind.removeprefix("long-")  # loops that have rings of their own
-    length = LENGTHS.get(kind, 1024) + 1024 * long
+    length = LENGTHS.get(kind, 1024) + 8192 * long
     recorder.multiprocessors = MULTIPROCESSORS.get(kind, 16)
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")
@@ -47,7 +48,7 @@ def last_launch(job, head_dim, kind):
     x = Operands(o, array(4), array(4))
     problem = Problem(scale=0.125, is_causal=kind == "causal-ragged", implementation="hopper")
     if kind == "window-lengths":
-        problem = dataclasses.replace(problem, window=(100, 10))
+        problem = dataclasses.replace(problem, window=(length // 2 if long else 100, 10))
         x = x._replace(query_lengths=shape(batch), key_lengths=shape(batch))
     if kind == "mask":
         x = x._replace(mask=shape(batch, 8, length, length, dtype="bool"))
@@ -98,7 +99,7 @@ WORDS = {
     "shared": {"persistent", "shared"},
 }  # fmt: skip
 # where programs take no blocks from a counter, but with lists of tiles
-STATIC = {("forward", 32), ("forward", 64), ("key_side_dual", 128), ("key_side_tangent", 128)}
+STATIC = {("key_side_dual", 128), ("key_side_tangent", 128)}
 
 
 def expected_words(job, head_dim, kind):
@@ -107,7 +108,8 @@ def expected_words(job, head_dim, kind):
     if kind not in ("causal-ragged", "window-lengths", "mask", "segments"):
         return WORDS.get(kind, set())
     listed, forward = kind in ("mask", "segments"), job in ("forward", "forward_dual", "tangent")
-    counted = forward or job in ("key_side", "query_side", "value_side") if listed else (job, head_dim) not in STATIC
+    static = (job, head_dim) in STATIC or (long and (job, head_dim) == ("forward", 64))
+    counted = forward or job in ("key_side", "query_side", "value_side") if listed else not static
     one_loop = not long and (kind == "causal-ragged" or (listed and forward))
     return {*["one-loop"] * one_loop, *["persistent", "dynamic"] * counted}
 
@@ -131,7 +133,10 @@ def slow(job, head_dim, kind):
             *itertools.product(("value_side",), (192, 256), SPILL),
             *itertools.product(JOBS, (16, 40), ("whole",)),
             *itertools.product(("query_side", "key_side_dual"), (64,), [f"long-{kind}" for kind in ALONE]),
-            ("forward", 64, "long-window-lengths"),
+            *itertools.product(
+                ("forward", "forward_dual", "key_side", "query_side"), (32, 64, 96, 128), ("long-window-lengths",)
+            ),
+            *itertools.product(("forward",), (32, 64), ("long-causal-ragged",)),
         )
     ],
 )
@@ -301,36 +306,38 @@ def test_whether_row_statistics_take_a_kernel(head_dim, length, plain, dual):
     [
         (8192, 64, None, ["hopper"] * 5),
         (256, 64, None, ["portable", "hopper", "portable", "hopper", "portable"]),
-        (256, 64, "many", ["portable", "hopper", "hopper", "hopper", "hopper"]),
+        (256, 64, "many", ["hopper"] * 5),
         (64, 64, "many", ["portable", "hopper", "portable", "hopper", "hopper"]),
-        (256, 64, "many causal", ["portable", "hopper", "hopper", "hopper", "hopper"]),
-        (256, 64, "many lengths", ["portable", "portable", "hopper", "portable", "hopper"]),
-        (1024, 64, "many documents", ["portable", "hopper", "portable", "hopper", "hopper"]),
-        (1024, 64, None, ["hopper", "hopper", "portable", "hopper", "hopper"]),
-        (8192, 64, "window", ["portable", "hopper", "portable", "hopper", "hopper"]),
+        (256, 64, "many causal", ["hopper"] * 5),
+        (256, 64, "many lengths", ["hopper"] * 5),
+        (1024, 64, "many documents", ["portable", "hopper", "hopper", "hopper", "hopper"]),
+        (1024, 64, "mask", ["portable", "hopper", "hopper", "hopper", "hopper"]),
+        (1024, 64, None, ["hopper"] * 5),
+        (8192, 64, "window", ["hopper"] * 5),
         (8192, 72, None, ["hopper"] * 5),
         (256, 72, None, ["portable", "hopper", "portable", "hopper", "hopper"]),
         (256, 72, "many", ["hopper"] * 5),
         (256, 128, None, ["portable", "hopper", "portable", "hopper", "hopper"]),
         (256, 128, "many causal", ["hopper"] * 5),
         (1024, 128, "many window", ["hopper"] * 5),
-        (1024, 128, "many documents", ["portable", "hopper", "hopper", "hopper", "hopper"]),
+        (1024, 128, "many documents", ["hopper"] * 5),
         (1024, 128, "causal", ["hopper"] * 5),
-        (256, 16, "many", ["portable", "hopper", "hopper", "hopper", "hopper"]),
-        (8192, 32, None, ["hopper", "hopper", "portable", "hopper", "hopper"]),
+        (256, 16, "many", ["hopper"] * 5),
+        (1024, 32, "mask", ["hopper"] * 5),
+        (8192, 32, None, ["hopper"] * 5),
         (256, 32, None, ["portable"] * 5),
         (8192, 192, None, ["hopper"] * 5),
         (128, 192, None, ["hopper"] * 5),
         (128, 256, None, ["hopper", "hopper", "portable", "hopper", "hopper"]),
         (1024, 256, "many documents", ["hopper"] * 5),
-        (8192, 64, "documents", ["portable", "hopper", "portable", "hopper", "hopper"]),
+        (8192, 64, "documents", ["portable", "hopper", "hopper", "hopper", "hopper"]),
         (8192, 72, "documents", ["hopper"] * 5),
         (8192, 128, "documents", ["hopper"] * 5),
     ],
 )
 def test_which_kernels_are_taken(length, head_dim, how, families):
-    """Of forward, forward + tangent, backward, tangent and dual backward, unless a family is asked for: short loops do not fill
-    the rings, unless there are many."""
+    """Of forward, forward + tangent, backward, tangent and dual backward, unless a family is asked for: short sequences do not
+    fill the rings, unless there are many."""
     words = (how or "").split()
     recorder, batch = Recorder(90), 66 if "many" in words else 1
     o = jax.ShapeDtypeStruct((batch, length, 2, head_dim), jnp.bfloat16)
@@ -338,6 +345,8 @@ def test_which_kernels_are_taken(length, head_dim, how, families):
     if "documents" in words:
         segments = jax.ShapeDtypeStruct((batch, length), "int32")
         x = x._replace(query_segments=segments, key_segments=segments)
+    if "mask" in words:
+        x = x._replace(mask=jax.ShapeDtypeStruct((batch, 1, length, length), "bool"))
     if "lengths" in words:
         x = x._replace(key_lengths=jax.ShapeDtypeStruct((batch,), "int32"))
     case = Problem(scale=0.1, is_causal="causal" in words, window=(300, 300) if "window" in words else None)

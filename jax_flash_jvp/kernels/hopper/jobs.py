@@ -22,6 +22,7 @@ WIDTHS = (32, 64, 96, 128, 192, 256)  # up to so many channels
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
 PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
+PAIR_UP_TO = {True: 1024, False: 3072}  # keys up to which they do not in the forward, where blocks are alike or not
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
@@ -112,33 +113,38 @@ QUERY_SIDE = {
     (192, "dual"): Split(32, 10, True), (256, "dual"): Split(32, 6, False),
     (192, "tangent"): Split(32, 10, True), (256, "tangent"): Split(32, 6, False),
 }  # fmt: skip
-STATIC = {FORWARD[32], FORWARD[64], KEYS[128, "dual"]}  # with which programs take no blocks from a counter
+STATIC = {FORWARD[64], KEYS[128, "dual"]}  # with which programs take no blocks from a counter
 LONG = 1024  # rows; in loops over more, other rings
 IN_LONG_LOOPS = {
     Ring(64, 12, True, 3): Ring(64, 12, True, 3, deferred=True), Ring(32, 16, False): Ring(32, 16, True, deferred=True),
 }  # fmt: skip
+# Where blocks differ and a row sees at most so many others, or those of its segment: smaller tiles and blocks, of which less is
+# computed in vain.
+SHORT = 512
+IN_SHORT_LOOPS = {
+    Ring(128, 8, True, 3): Ring(64, 16, True), Ring(128, 6, True, 3): Ring(64, 12, True), Ring(128, 6, True): Ring(64, 12, True),
+    Ring(128, 4, True): Ring(64, 8, True), Ring(128, 8, True): Ring(64, 16, True), Ring(64, 6, True, 3): Ring(64, 8, True),
+    Ring(64, 12, True, 3): Ring(64, 12, True), Ring(64, 8, True, 3): Ring(64, 8, True),
+    Ring(64, 8, True, 3, deferred=True, late=True): Ring(64, 8, True),
+}  # fmt: skip
 
-# The shortest loops over a sequence or a window, by width and job, for which these kernels are faster; and those where every
-# multiprocessor has a block.
-FROM: dict[int, dict[str, float]] = {
-    32: dict(forward=1024, forward_dual=512, backward=math.inf, backward_dual=512),
-    64: dict(forward=512, forward_dual=128, backward=2048, backward_dual=512),
+# The shortest sequences, by width and job, for which these kernels are faster; and those where every multiprocessor has a block.
+FROM: dict[int, dict[str, int]] = {
+    32: dict(forward=1024, forward_dual=512, backward=1024, backward_dual=512),
+    64: dict(forward=512, forward_dual=128, backward=1024, backward_dual=512),
     96: dict(forward=512, forward_dual=128, backward=512, backward_dual=128),
     128: dict(forward=512, forward_dual=128, backward=512, backward_dual=128),
     192: dict(forward=128, forward_dual=128, backward=128, backward_dual=128),
     256: dict(forward=128, forward_dual=128, backward=256, backward_dual=128),
 }
-FROM_IF_MANY: dict[int, dict[str, float]] = {
-    32: dict(forward=2048, forward_dual=64, backward=128, backward_dual=128),
-    64: dict(forward=1024, forward_dual=64, backward=128, backward_dual=64),
+FROM_IF_MANY: dict[int, dict[str, int]] = {
+    32: dict(forward=128, forward_dual=64, backward=128, backward_dual=128),
+    64: dict(forward=128, forward_dual=64, backward=128, backward_dual=64),
     96: dict(forward=64, forward_dual=64, backward=128, backward_dual=64),
     128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
     192: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
     256: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
 }
-FROM_IF_LISTED = 4096  # forwards of 65 to 128 channels with masks or segments
-FROM_IN_WINDOWS = 2048  # narrow forwards
-FROM_WITH_LENGTHS = 1024  # narrow forwards with tangents, whose tiles need cleaning past the ends
 
 
 SERVED = Operands._fields[:3] + ("mask", "query_lengths", "key_lengths", "query_segments", "key_segments")
@@ -173,25 +179,10 @@ def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
     """Than the portable kernels?  As measured on an H200, and on an H100."""
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = _width(head_dim)
-    window = _seen(keys, problem, queries, keys)
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
-    least = (FROM_IF_MANY if many else FROM)[width][job]
-    if x.mask is not None or x.query_segments is not None:
-        if width <= 64 and job in ("forward", "backward"):
-            return False
-        if width <= 128 and job == "forward":
-            least = FROM_IF_LISTED
-    elif window < keys and width <= 64 and job == "forward":
-        least = FROM_IN_WINDOWS
-    if x.key_lengths is not None and width <= 64 and job == "forward_dual":
-        least = FROM_WITH_LENGTHS
-    return min(queries, keys, window) >= least
-
-
-def _seen(rows: int, problem: Problem, queries: int, keys: int) -> int:
-    """How many of so many keys a query may see, or of queries a key."""
-    left, right = problem.reach(queries, keys)
-    return rows if left is None or right is None else min(rows, left + right + 1)
+    if job == "forward" and ((x.mask is not None and width == 64) or (x.query_segments is not None and width <= 64)):
+        return False
+    return min(queries, keys) >= (FROM_IF_MANY if many else FROM)[width][job]
 
 
 def _width(head_dim: int) -> int:
@@ -203,6 +194,7 @@ class _Call:
 
     def __init__(self, launcher: Launcher, problem: Problem, x: Operands, kernel, lists_counted: bool = True):
         self.launcher, self.problem, self.x, self.kernel = launcher, problem, x, kernel
+        self.is_forward = kernel is forward_kernels.forward
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
         self.width = _width(self.head_dim)
@@ -229,6 +221,12 @@ class _Call:
             return triton.cdiv(self.query_length, ring.tile) * (self.query_heads // self.key_heads)
         return triton.cdiv(self.key_length, ring.tile)
 
+    def seen(self, by_key: bool) -> int:
+        """Keys by a query, or queries that see a key, at most."""
+        rows = self.query_length if by_key else self.key_length
+        left, right = self.problem.reach(self.query_length, self.key_length)
+        return rows if left is None or right is None else min(rows, left + right + 1)
+
     def rounds(self, ring: Ring, by_key: bool) -> tuple[float, int]:
         """(how long all blocks take, as multiples of one, how many tiles of the last of them a program has for that), 0 where
         they are not shared."""
@@ -249,14 +247,18 @@ class _Call:
     def ring(self, ring: Ring, by_key: bool = False) -> Ring:
         """For this call: the tile of a mask takes room, blocks of which there are lists have a power of two of rows, and two
         warpgroups may leave fewer multiprocessors without a block than three."""
-        if self.tiles(ring, by_key) * ring.tile > LONG:
+        seen = self.seen(by_key)
+        if not self.alike and self.x.mask is None and (seen <= SHORT or "tiles" in self.words):
+            ring = IN_SHORT_LOOPS.get(ring, ring)
+        elif self.tiles(ring, by_key) * ring.tile > LONG:
             ring = IN_LONG_LOOPS.get(ring, ring)
         if self.mask_tile:
             ring = WITH_MASK.get(ring, ring)
         if ring.groups == 3:
             pair = WITH_TWO.get(ring, ring._replace(groups=2))
             two, three = (self.rounds(r, by_key)[0] * r.groups for r in (pair, ring))
-            if "tiles" in self.words or (ring in WITH_TWO and not self.alike) or two * PAIR_FOR_THREE < three:
+            few = self.is_forward and seen <= PAIR_UP_TO[self.alike]
+            if few or "tiles" in self.words or (ring in WITH_TWO and not self.alike) or two * PAIR_FOR_THREE < three:
                 return pair
         return ring
 
@@ -269,11 +271,9 @@ class _Call:
     def one_loop(self, by_key: bool) -> bool:
         """Do the tiles that need no mask go with the others?  Not where lengths cut tiles, which are cleaned, nor, in the
         backward, where masks or segments are read."""
-        forward = self.kernel is forward_kernels.forward
-        if self.alike or "lengths" in self.words or ("tiles" in self.words and not forward):
+        if self.alike or "lengths" in self.words or ("tiles" in self.words and not self.is_forward):
             return False
-        rows = self.query_length if by_key else self.key_length
-        return _seen(rows, self.problem, self.query_length, self.key_length) <= ONE_LOOP
+        return self.seen(by_key) <= ONE_LOOP
 
     def drifts(self, length: int) -> bool:
         """Do programs that read the same rows, so many for a block, drift apart?"""
