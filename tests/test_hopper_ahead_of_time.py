@@ -358,3 +358,39 @@ def test_which_kernels_are_taken(length, head_dim, how, families):
     others = ("statistics", "look_at_tiles", "list_tiles")
     kernels = [kernel for kernel, *_ in recorder.launches if kernel.__name__ not in others]
     assert [kernel.fn.__module__.split(".")[-2] for kernel in kernels] == families
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "how", "tiles"),
+    [
+        (8192, 64, "", [(128, 3), (128, 2)]),
+        (1024, 64, "", [(128, 2), (128, 2)]),
+        (8192, 64, "causal", [(128, 3), (128, 2)]),
+        (2048, 64, "causal", [(128, 2), (128, 2)]),
+        (512, 64, "causal", [(64, 2), (64, 2)]),
+        (8192, 64, "window", [(64, 2), (64, 2)]),
+        (8192, 64, "documents", [(64, 2), (64, 2)]),
+        (512, 64, "documents mask", [(128, 2), (128, 2)]),
+        (512, 32, "lengths", [(64, 2), (128, 2)]),
+        (512, 128, "lengths", [(64, 2), (64, 2)]),
+        (1024, 128, "lengths", [(128, 2), (64, 2)]),
+    ],
+)
+def test_tiles_go_by_what_is_seen(length, head_dim, how, tiles):
+    """(keys of a tile, warpgroups) of forward and forward + tangent."""
+    recorder, words = Recorder(90), how.split()
+    o = jax.ShapeDtypeStruct((66, length, 2, head_dim), jnp.bfloat16)
+    x, ids = Operands(o, o, o), jax.ShapeDtypeStruct((66, length), "int32")
+    if "documents" in words:
+        x = x._replace(query_segments=ids, key_segments=ids)
+    if "mask" in words:
+        x = x._replace(mask=jax.ShapeDtypeStruct((66, 1, length, length), "bool"))
+    if "lengths" in words:
+        x = x._replace(key_lengths=jax.ShapeDtypeStruct((66,), "int32"))
+    case = Problem(scale=0.1, is_causal="causal" in words, window=(200, 200) if "window" in words else None)
+    got = []
+    for tx in ((), (x,)):
+        jobs.forward(recorder, case, x, *tx)
+        constants = recorder.launches[-1][2]
+        got.append((constants["BN"], constants["GROUPS"]))
+    assert got == tiles

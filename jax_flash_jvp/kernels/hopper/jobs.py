@@ -22,7 +22,7 @@ WIDTHS = (32, 64, 96, 128, 192, 256)  # up to so many channels
 WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
 REGISTERS = {2: 168, 3: 128}
 PAIR_FOR_THREE = 1.15  # how much longer two warpgroups take for the same rows, where three are in the table
-PAIR_UP_TO = {True: 1024, False: 3072}  # keys up to which they do not in the forward, where blocks are alike or not
+PAIR_UP_TO = {True: 1024, False: 3072}  # keys up to which the forward takes two even so, where blocks are alike or not
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.
 PERSISTENT = {"forward": 8192, "backward": 4096}
@@ -63,8 +63,8 @@ class Ring(NamedTuple):
 Split = functools.partial(Ring, split=True)
 
 # measured on an H200 at L = 8192, but 96 at 72, mostly on an H100 and at L = 256 too, the tangents alone at 32, and what is
-# deferred on an H100 at L = 256 to 16,384, 192 and 256 on an H100 at L = 1024 and 8192, but the tangents alone; keys are the
-# width and, for the backward, what is wanted
+# deferred on an H100 at L = 256 to 16,384, 192 and 256 on an H100 at L = 1024 and 8192, but the tangents alone; what is for short
+# loops on an H100 at L = 256 to 8192; keys are the width and, for the backward, what is wanted
 FORWARD = {
     32: Ring(128, 8, True, 3), 64: Ring(128, 6, True, 3), 96: Ring(128, 6, True), 128: Ring(128, 4, True),
     192: Ring(64, 4, False), 256: Ring(64, 4, False),
@@ -245,8 +245,8 @@ class _Call:
         return whole + (rest > 0), 0
 
     def ring(self, ring: Ring, by_key: bool = False) -> Ring:
-        """For this call: the tile of a mask takes room, blocks of which there are lists have a power of two of rows, and two
-        warpgroups may leave fewer multiprocessors without a block than three."""
+        """For this call: loops may be short or long, the tile of a mask takes room, blocks of which there are lists have a power
+        of two of rows, and two warpgroups may leave fewer multiprocessors without a block than three."""
         seen = self.seen(by_key)
         if not self.alike and self.x.mask is None and (seen <= SHORT or "tiles" in self.words):
             ring = IN_SHORT_LOOPS.get(ring, ring)
