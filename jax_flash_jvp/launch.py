@@ -232,6 +232,9 @@ class _Contiguous:
     def round_to_tf32(self, array: Any) -> Any:
         return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=10)
 
+    def padded(self, array: Any, n: int) -> Any:
+        return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, n)])
+
     def summed(self, array: Any, by_column: bool, like: Any) -> Any:
         array = array[:, :, None, :] if by_column else array[..., None]
         array = array.reshape(array.shape[0], like.shape[1], -1, *array.shape[2:]).sum(2)

@@ -47,6 +47,9 @@ class Recorder:
     def round_to_tf32(self, array):
         return array
 
+    def padded(self, array, n):
+        return jax.ShapeDtypeStruct((*array.shape[:-1], array.shape[-1] + n), array.dtype)
+
     def summed(self, array, by_column, like):
         return like
 

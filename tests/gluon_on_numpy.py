@@ -355,7 +355,7 @@ vars(hopper).update(
 ampere = types.ModuleType("triton.experimental.gluon.language.nvidia.ampere")
 ampere.async_copy = types.SimpleNamespace(async_load=copy_async, mbarrier_arrive=arrive_with_copies)
 gluon = types.ModuleType("triton.experimental.gluon")
-vars(gluon).update(jit=lambda function: function, language=language)
+vars(gluon).update(jit=lambda function=None, **_: function or gluon.jit, language=language)
 experimental = types.ModuleType("triton.experimental")
 experimental.gluon = gluon
 
@@ -405,6 +405,9 @@ class Launcher:
 
     def round_to_tf32(self, array):
         return array
+
+    def padded(self, array, n):
+        return np.pad(array, [(0, 0)] * 3 + [(0, n)])
 
     def summed(self, array, by_column, like):
         raise NotImplementedError

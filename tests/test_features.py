@@ -285,10 +285,10 @@ def test_tiles_are_looked_at(kind, by_key):
             if limit is not None:
                 words.append(word)
                 seen &= inside
-        n_m, n_n = -(-T // 16), -(-S // 16)
+        n_m, n_n, padded = -(-T // 16), -(-S // 16), np.pad(mask, ((0, 0), (0, -S % 16)))
         said = np.full((n_n, n_m) if by_key else (n_m, n_n), -1, np.int32)
         interpret.launch(
-            visibility.look_at_tiles, (n_m * n_n,), mask[None, None], lengths(queries or T), lengths(keys or S),
+            visibility.look_at_tiles, (n_m * n_n,), padded, lengths(queries or T), lengths(keys or S),
             q_segments, k_segments, 1, 1, T, S, left or 0, right or 0, 1, said,
             BM=16, BN=16, BY_KEY=by_key, FEATURES=" ".join(words),
         )  # fmt: skip

@@ -462,6 +462,9 @@ class NumpyLauncher:
 
         return TorchLauncher.round_to_tf32(self, array)
 
+    def padded(self, array, n):
+        return torch.nn.functional.pad(array, (0, n))
+
     def summed(self, array, by_column, like):
         from torch_bridge.launch import TorchLauncher
 
@@ -803,6 +806,11 @@ class PlannedLauncher(NumpyLauncher):
 
         return TorchLauncher.contiguous(self, array)
 
+    def padded(self, array, n):
+        from torch_bridge.launch import TorchLauncher
+
+        return TorchLauncher.padded(self, array, n)
+
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         results = super().launch(kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages)
         arguments = [*pointers(inputs), *scalars, *results]
@@ -852,7 +860,8 @@ def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_plan_copies_what_was_copied_for_the_first(batch):
-    """Of a padded batch: parts of the selection, a cotangent that is expanded, and queries whose rows are not in one piece."""
+    """Of a padded batch: parts of the selection, a cotangent that is expanded, queries whose rows are not in one piece, and a
+    mask of columns and of rows that are no whole vectors, copied twice."""
     launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
     options = "query_lengths key_lengths query_segments key_segments dropout=0.3 seed"
     T, S, want = 17, 19, [True, True, True, False]
@@ -860,15 +869,16 @@ def test_a_plan_copies_what_was_copied_for_the_first(batch):
     def arguments(seed):
         q = dense(batch, 2, 8, T, seed=seed).mT.float()
         k, v = (normal(batch, 2, S, 8, seed=seed + i, dtype=torch.float32) for i in (1, 2))
+        mask = (normal(batch, 1, S, T, seed=seed + 4) > 0).mT
         numbers = torch.Generator().manual_seed(seed)
         draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=numbers, dtype=torch.int32)
         segments = [draw(0, 3, batch, n).sort(1)[0] for n in (T, S)]
         selection = torch.cat([draw(9, T, batch, 1), draw(9, S, batch, 1), draw(0, 2**31 - 1, batch, 2), *segments], 1)
         d_o = normal(batch, 1, 1, 8, seed=seed + 3, dtype=torch.float32).expand(batch, 2, T, 8)
         case = operators.case_of(q, k, selection, False, 0.3, options)
-        o, lse, *_ = reference.run("forward", case, (q, k, v, None))
+        o, lse, *_ = reference.run("forward", case, (q, k, v, mask))
         y = o.mT.contiguous().mT, lse
-        return [q, k, v, None, d_o, None, *y, selection, False, 0.3, options, want]
+        return [q, k, v, mask, d_o, None, *y, selection, False, 0.3, options, want]
 
     def computed(args):
         x, cy, y, static = operators.split("backward", args)
@@ -879,7 +889,9 @@ def test_a_plan_copies_what_was_copied_for_the_first(batch):
     first, second = arguments(0), arguments(100)
     plan = plans.made(first, *reversed(computed(first)))
     parts = [step.place for step in plan.steps if isinstance(step, plans.Part)]
-    assert sorted(parts) == [0, 4, 6, *[8] * (5 if batch > 1 else 4)]  # the first begins where the selection does
+    # the selection's first part begins where it does; then what was copied of the mask, behind the 13 arguments
+    assert sorted(parts)[:-1] == [0, 3, 4, 6, *[8] * (5 if batch > 1 else 4)]
+    assert max(parts) > 12
     assert plans.look("backward", first) == plans.look("backward", second)
     got, expected = plans.follow(plan, second), computed(second)[0]
     for a, b in zip(got[:3], expected, strict=False):
@@ -892,11 +904,12 @@ def test_copies_are_of_the_argument_that_begins_there():
     plans = pytest.importorskip("torch_bridge.plans")
     packed = torch.zeros(2, 3, 3, 2, 4)
     q, k, v = packed.unbind(2)
-    assert [plans._origin(a.transpose(1, 2), [q, k, v]) for a in (q, k, v)] == [(0, 0), (1, 0), (2, 0)]
-    assert plans._origin(k, [q, v]) is None
+    origin = lambda a, known: plans._origin(a, [*enumerate(known)])
+    assert [origin(a.transpose(1, 2), [q, k, v]) for a in (q, k, v)] == [(0, 0), (1, 0), (2, 0)]
+    assert origin(k, [q, v]) is None
     selection = torch.zeros(2, 9, dtype=torch.int32)
-    assert plans._origin(selection[:, 4:7], [q, k, v, None, selection, 0.5]) == (4, 4)
-    assert plans._origin(selection.clone(), [q, selection]) is None
+    assert origin(selection[:, 4:7], [q, k, v, None, selection, 0.5]) == (4, 4)
+    assert origin(selection.clone(), [q, selection]) is None
 
 
 @pytest.mark.parametrize("change", ["shape", "strides", "dtype", "address", "shared", "absent", "static"])

@@ -47,6 +47,11 @@ class TorchLauncher:
         # its strides are PyTorch's choice, where those of the array overlap
         return rounded if rounded.stride(-1) == 1 else rounded.contiguous()
 
+    def padded(self, array: torch.Tensor, n: int) -> torch.Tensor:
+        copy = torch.nn.functional.pad(array, (0, n))
+        self.launched.append((array, copy))
+        return copy
+
     def summed(self, array: torch.Tensor, by_column: bool, like: torch.Tensor) -> torch.Tensor:
         array = array[:, :, None, :] if by_column else array[..., None]
         return _owned(array.sum_to_size(like.shape).to(like.dtype))

@@ -14,12 +14,14 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """A view of one of the arguments of the call, copied if it is not contiguous: its place, and shape, strides and offset."""
+    """A view of an earlier tensor, copied if it is not contiguous: its place, shape, strides and offset, and how many zeros go
+    behind each row."""
 
     place: int
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
+    zeros: int
 
 
 class Launch(NamedTuple):
@@ -75,7 +77,8 @@ def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:
     for step in plan.steps:
         if isinstance(step, Part):
             a = tensors[step.place]
-            tensors.append(a.as_strided(step.shape, step.strides, a.storage_offset() + step.offset).contiguous())
+            part = a.as_strided(step.shape, step.strides, a.storage_offset() + step.offset)
+            tensors.append(torch.nn.functional.pad(part, (0, step.zeros)) if step.zeros else part.contiguous())
             continue
         for shape, strides, dtype in step.outputs:
             tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
@@ -97,15 +100,16 @@ def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tenso
         if isinstance(a, Tensor):
             places.setdefault(a.data_ptr(), i)
     seen = {a.data_ptr(): a for a in results if a is not None}
-    count, steps = len(args), []
+    known, count, steps = [*enumerate(args)], len(args), []
     for step in launched:
         if len(step) == 2:
             view, array = step
-            origin = _origin(view, args)
+            origin = _origin(view, known)
             if origin is None:
                 return None
             place, offset = origin
-            steps.append(Part(place, view.shape, view.stride(), offset))
+            steps.append(Part(place, view.shape, view.stride(), offset, array.shape[-1] - view.shape[-1]))
+            known.append((count, array))
             places[array.data_ptr()], count = count, count + 1
             continue
         compiled, grid, arguments, tensors, outputs = step
@@ -133,13 +137,13 @@ def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tenso
     return Plan(steps, [None if a is None else places[a.data_ptr()] for a in results])
 
 
-def _origin(view: Tensor, args: Sequence[Any]) -> tuple[int, int] | None:
-    """The place of the argument that it is a view of, and where in it it begins.  Of arguments that share memory, that which
-    begins there too: how far they lie apart may be otherwise in the next call."""
-    for i, a in enumerate(args):
+def _origin(view: Tensor, known: Sequence[tuple[int, Any]]) -> tuple[int, int] | None:
+    """The place of the argument, or of the copy of one, that it is a view of, and where in it it begins.  Of arguments that share
+    memory, that which begins there too: how far they lie apart may be otherwise in the next call."""
+    for i, a in known:
         if isinstance(a, Tensor) and a.dtype == view.dtype and a.data_ptr() == view.data_ptr():
             return i, 0
-    for i, a in enumerate(args):
+    for i, a in known:
         if isinstance(a, Tensor) and a.dtype == view.dtype == torch.int32:  # the selection, which is nobody else's
             offset = (view.data_ptr() - a.data_ptr()) // a.itemsize
             if 0 < offset < a.numel():

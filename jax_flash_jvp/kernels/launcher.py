@@ -41,6 +41,10 @@ class Launcher(Protocol):
         """A float32 array rounded to the nearest values of 10 mantissa bits."""
         ...
 
+    def padded(self, array: Any, n: int) -> Any:
+        """`array` with n zeros behind each row of its last axis."""
+        ...
+
     def summed(self, array: Any, by_column: bool, like: Any) -> Any:
         """The sum of float32 [B, N, L] in the shape and dtype of a bias that varies along the keys if `by_column`, along the
         queries if its third axis says so, and not along the other axes of length one."""

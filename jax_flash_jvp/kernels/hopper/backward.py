@@ -692,7 +692,7 @@ def program(arrays, statistics, results, scale, call, selection, options):
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=Call._fields)
 def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, o_d, to_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r, o_r, to_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, LSE2, MU, DELTA, T_DELTA,

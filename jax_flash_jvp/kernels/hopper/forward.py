@@ -571,7 +571,7 @@ def program(arrays, SAVED, results, scale, call, selection, options):
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=Call._fields)
 def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, q_r, k_r, v_r, tq_r, tk_r, tv_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,

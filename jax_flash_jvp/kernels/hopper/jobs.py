@@ -319,7 +319,7 @@ class _Call:
         rest = self.batch * heads % TOGETHER.value or 1
         divisors = (blocks // (self.batch * heads), heads, n_tiles, share or 1, TOGETHER.value, rest)
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
-        x, placeholder, tiles, between = self.x, Output((1,), "float32"), None, None
+        placeholder, tiles, between = Output((1,), "float32"), None, None
         words += " deferred" * ring.deferred + " late" * ring.late + " one-loop" * self.one_loop(by_key)
         if "tiles" in self.words:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
@@ -330,7 +330,7 @@ class _Call:
             between = Output((at_once * ring.groups * part_size(GROUP, *parts, columns),), "float32")
         got = self.launcher.launch(
             self.kernel, programs,
-            (*descriptors, x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments, tiles, *saved),
+            (*descriptors, *self.portable.selection, tiles, *saved),
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once, *map(reciprocal, divisors)),
             [placeholder if o is None else o for o in (*outputs, between, *more)],
             dict(

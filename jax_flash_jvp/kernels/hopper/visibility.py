@@ -115,6 +115,12 @@ def share(X, i_b, i_h, call, size, FEATURES: gl.constexpr, NAME: gl.constexpr):
 
 
 @gluon.jit
+def pitch(LK, FEATURES: gl.constexpr):
+    """As in `portable/scores.py`."""
+    return (LK + 15) // 16 * 16 if has(FEATURES, "mask:rows") else LK
+
+
+@gluon.jit
 def selected(selection, i_b, i_h, call, query_end, key_end, FEATURES: gl.constexpr):
     """What `visible` reads, for this batch entry and query head."""
     LQ, LK = call.LQ, call.LK
@@ -122,7 +128,7 @@ def selected(selection, i_b, i_h, call, query_end, key_end, FEATURES: gl.constex
     if has(FEATURES, "mask:rows"):
         size *= LQ
     if has(FEATURES, "mask:columns"):
-        size *= LK // 16 * 16 if has(FEATURES, "mask:aligned") else LK  # a divisor that the compiler sees
+        size *= pitch(LK, FEATURES)
     mask = share(selection.MASK, i_b, i_h, call, size, FEATURES, "mask")
     q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
     return Sight(query_end, key_end, call.left, call.right, LQ, LK, q_segments, k_segments, mask)
@@ -217,8 +223,6 @@ def masked_in(
     """The tile of a mask [1|T, 1|S], or its only row or column.  A whole tile is read along the memory's rows, and then handed
     to the threads that need it."""
     if has(FEATURES, "mask:rows") and has(FEATURES, "mask:columns"):
-        if has(FEATURES, "mask:aligned"):
-            LK = LK // 16 * 16
         if ROW:
             layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // T, T // 16], [4, 1], [1, 0])
         else:
@@ -226,7 +230,8 @@ def masked_in(
         o_r = gl.expand_dims(row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
         o_c = gl.expand_dims(column + gl.arange(0, T, layout=gl.SliceLayout(0, layout)), 0)
         o_m, o_n = (o_r, o_c) if ROW else (o_c, o_r)
-        b_x = gl.load(mask + (o_m.to(gl.int64) * LK + o_n), mask=(o_m < LQ) & (o_n < LK), other=0)
+        n = pitch(LK, FEATURES)
+        b_x = gl.load(mask + (o_m.to(gl.int64) * n + o_n), mask=(o_m < LQ) & (o_n < n), other=0)
         return gl.convert_layout(b_x.to(gl.int8), LAYOUT)
     elif has(FEATURES, "mask:rows" if ROW else "mask:columns"):
         o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))

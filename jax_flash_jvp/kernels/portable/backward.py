@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from jax_flash_jvp.kernels.portable.scores import (
+    INTEGERS,
     accumulated,
     has,
     inner,
@@ -51,7 +52,7 @@ from jax_flash_jvp.kernels.portable.visibility import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def statistics(
     O, TO, DO, TDO, LSE, D_LSE, TD_LSE,
     HQ, LQ,
@@ -89,7 +90,7 @@ def statistics(
         tl.store(T_DELTA + x, b_t_delta, mask=m_x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def key_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
@@ -215,7 +216,7 @@ def key_side(
         store_rows(TD_V + v_offset, i_n * BN, HK * DV, o_r, LK, DV, b_tdv)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def query_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from jax_flash_jvp.kernels.portable.scores import (
+    INTEGERS,
     has,
     lengths,
     load_rows,
@@ -21,7 +22,7 @@ from jax_flash_jvp.kernels.portable.scores import (
 from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, visible
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def score_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED,

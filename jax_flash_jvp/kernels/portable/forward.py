@@ -13,6 +13,7 @@ import triton.language as tl
 
 from jax_flash_jvp import problem
 from jax_flash_jvp.kernels.portable.scores import (
+    INTEGERS,
     LN2,
     LOG2E,
     accumulated,
@@ -47,7 +48,7 @@ from jax_flash_jvp.kernels.portable.visibility import (
 HIDES_ROW = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias is added to
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def forward(
     Q, K, V, TQ, TK, TV, SAVED, BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,

@@ -42,7 +42,6 @@ def features(problem: Problem, x: Operands) -> str:
         b, h, t, s = array.shape
         axes = [axis for axis, n in (("batch", b), ("rows", t), ("columns", s)) if n > 1]
         axes += ["heads"] if h == query_heads > 1 else ["groups"] if h == key_heads > 1 else []
-        axes += ["aligned"] if s % STRIDE_UNIT == 0 else []
         words += [name, *(f"{name}:{axis}" for axis in axes)]
         if name == "mask":
             tiles += [f"tiles:{axis}" for axis in axes if axis in ("batch", "heads", "groups")]
@@ -74,7 +73,8 @@ class _Call:
             *self.reach, float(problem.soft_cap or 0), float(problem.dropout_rate),
         )  # fmt: skip
         self.features = features(problem, x)
-        self.selection = (x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
+        self.bias = self.padded(x.bias)
+        self.selection = (self.padded(x.mask), x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
             self.value_constants, D=self.head_dim, FEATURES=self.features,
@@ -101,6 +101,12 @@ class _Call:
             return tuple(arrays)
         return tuple(None if a is None else self.launcher.round_to_tf32(a) for a in arrays)
 
+    def padded(self, matrix: Any) -> Any:
+        """A bias or a mask, the rows of a matrix [T, S] filled up, so that several elements are read at a time."""
+        if matrix is None or 1 in matrix.shape[2:] or matrix.shape[3] % STRIDE_UNIT == 0:
+            return matrix
+        return self.launcher.padded(matrix, -matrix.shape[3] % STRIDE_UNIT)
+
     def tile(self, job: str) -> Tile:
         target, words = self.launcher.target, {*self.features.split()}
         found = tile(job, self.widest, self.dtype, self.problem.precision, target)
@@ -113,7 +119,7 @@ class _Call:
         placeholder = Output((1,), "float32")
         length, block = (self.query_length, tile.block_m) if by_key else (self.key_length, tile.block_n)
         ragged = bool(length % block) or "lengths" in self.features
-        given = (*inputs, self.x.bias, tx.bias, *self.selection, self.x.seed, self.tiles(tile, by_key))
+        given = (*inputs, self.bias, tx.bias, *self.selection, self.x.seed, self.tiles(tile, by_key))
         got = self.launcher.launch(
             kernel, programs, given, self.scalars, [placeholder if o is None else o for o in outputs],
             dict(
@@ -170,6 +176,7 @@ def tangent(launcher: Launcher, problem: Problem, x: Operands, log_sum_exp, tx: 
 
 def _forward(call: _Call, tx: Operands, saved=None):
     dual, linear = any(t is not None for t in tx), saved is not None
+    tx = tx._replace(bias=call.padded(tx.bias))
     t, y, nothing = call.tile("forward_dual" if dual else "forward"), (call.output, call.statistic), (None, None)
     return call.run(
         forward_kernels.forward, t, call.query_programs(t), (*call.x[:3], *call.rounded(tx[:3]), saved),
@@ -192,6 +199,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
 def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
     (o, log_sum_exp), (d_o, d_lse), (t_o, mu), (t_d_o, t_d_lse) = y, cy, ty, tcy
     dual = any(want_tangent)
+    tx = tx._replace(bias=call.padded(tx.bias))
     lse2, delta, t_delta = _statistics(call, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual)
     inputs = (*call.x[:3], *call.rounded((*tx[:3], d_o, t_d_o)), lse2, mu, delta, t_delta)
     has = dict(HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None)
@@ -236,7 +244,7 @@ def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], 
     placeholder = Output((1,), "float32")
     got = call.launcher.launch(
         bias_kernels.score_side, blocks * shape[0] * shape[1],
-        (*inputs, bias, tx.bias, *call.selection, call.x.seed), (*call.scalars, *shared),
+        (*inputs, call.bias, tx.bias, *call.selection, call.x.seed), (*call.scalars, *shared),
         [Output(shape, dtype) if w else placeholder for w in want],
         dict(
             call.constants, BM=t.block_m, BN=t.block_n, WANT=want[0], WANT_T=want[1], **has_tangents(tx), **has

@@ -11,6 +11,11 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TOGETHER = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
+# What kernels take by number.  Which of these are multiples of 16 tells them nothing, and from PyTorch they would be compiled
+# again for each mixture.
+INTEGERS = (
+    "HQ", "GROUP", "LQ", "LK", "s_qb", "s_qh", "s_kb", "s_kh", "s_vb", "s_vh", "left", "right", "heads", "n_tiles", "n_b", "n_h",
+)  # fmt: skip
 
 
 @triton.constexpr_function
@@ -146,6 +151,12 @@ def share(X, i_b, i_h, HQ, GROUP, size, FEATURES: tl.constexpr, NAME: tl.constex
 
 
 @triton.jit
+def pitch(LK, FEATURES: tl.constexpr, NAME: tl.constexpr):
+    """From a row of a matrix [1|T, S] to the next: in jobs.py rows are padded to a multiple that the compiler is to see."""
+    return (LK + 15) // 16 * 16 if has(FEATURES, NAME + ":rows") else LK
+
+
+@triton.jit
 def matrix(X, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES: tl.constexpr, NAME: tl.constexpr):
     """The matrix for this batch entry and query head of an array [1|B, 1|K|N, 1|T, 1|S]."""
     if has(FEATURES, NAME):
@@ -153,7 +164,7 @@ def matrix(X, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES: tl.constexpr, NAME: tl.cons
         if has(FEATURES, NAME + ":rows"):
             size *= LQ
         if has(FEATURES, NAME + ":columns"):
-            size *= LK
+            size *= pitch(LK, FEATURES, NAME)
         return share(X, i_b, i_h, HQ, GROUP, size, FEATURES, NAME)
     else:
         return X
@@ -165,14 +176,12 @@ def load_scores(X, o_m, o_n, LQ, LK, FEATURES: tl.constexpr, NAME: tl.constexpr)
     o_x = o_m * 0 + o_n * 0
     if has(FEATURES, NAME + ":rows"):
         if has(FEATURES, NAME + ":columns"):
-            if has(FEATURES, NAME + ":aligned"):
-                LK = LK // 16 * 16  # the same, but with a divisor that the compiler sees
-            o_x = o_m.to(tl.int64) * LK + o_n
+            o_x = o_m.to(tl.int64) * pitch(LK, FEATURES, NAME) + o_n
         else:
             o_x = o_m + o_n * 0
     elif has(FEATURES, NAME + ":columns"):
         o_x = o_m * 0 + o_n
-    return tl.load(X + o_x, mask=(o_m < LQ) & (o_n < LK), other=0)
+    return tl.load(X + o_x, mask=(o_m < LQ) & (o_n < pitch(LK, FEATURES, NAME)), other=0)
 
 
 # ------------------------------------------------------------------------------------------------ scores

@@ -8,7 +8,7 @@ loops (`key_bounds`, `query_bounds`); segments and masks are looked through befo
 import triton
 import triton.language as tl
 
-from jax_flash_jvp.kernels.portable.scores import has, lengths, load_scores, matrix, share
+from jax_flash_jvp.kernels.portable.scores import INTEGERS, has, lengths, load_scores, matrix, pitch, share
 
 
 @triton.jit
@@ -125,12 +125,6 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
         return TILES, 0, 0
 
 
-@triton.constexpr_function
-def in_words(features):
-    """Is the mask one of rows of whole words?"""
-    return {"mask:rows", "mask:columns", "mask:aligned"} <= {*features.split()}
-
-
 @triton.jit
 def extent(SEGMENTS, start, L, B: tl.constexpr):
     """(lowest, highest) of the segments of B rows."""
@@ -139,7 +133,7 @@ def extent(SEGMENTS, start, L, B: tl.constexpr):
     return tl.min(b_x, 0), tl.max(b_x, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def look_at_tiles(
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS,
     HQ, GROUP, LQ, LK, left, right, heads,
@@ -175,10 +169,11 @@ def look_at_tiles(
         mask = matrix(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, FEATURES, "mask")
         o_m = m + tl.arange(0, BM)[:, None]
         o_n = n + tl.arange(0, BN)[None, :]
-        if in_words(FEATURES):  # four keys at a time
+        if has(FEATURES, "mask:rows") and has(FEATURES, "mask:columns"):  # four keys at a time
+            n_words = pitch(LK, FEATURES, "mask") // 4
             o_w = n // 4 + tl.arange(0, BN // 4)[None, :]
-            p_mask = mask.to(tl.pointer_type(tl.int32)) + (o_m.to(tl.int64) * (LK // 16 * 4) + o_w)
-            b_four = tl.load(p_mask, mask=(o_m < LQ) & (o_w < LK // 16 * 4), other=0)
+            p_mask = mask.to(tl.pointer_type(tl.int32)) + (o_m.to(tl.int64) * n_words + o_w)
+            b_four = tl.load(p_mask, mask=(o_m < LQ) & (o_w < n_words), other=0)
             b_some, b_all = b_four != 0, b_four == 0x01010101
         else:
             b_some = load_scores(mask, o_m, o_n, LQ, LK, FEATURES, "mask") != 0
@@ -188,7 +183,7 @@ def look_at_tiles(
     tl.store(SEEN + i_bh * n_m * n_n + i_tile, something.to(tl.int32) + (everything & something).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def list_tiles(SEEN, n_tiles, TILES, CHUNK: tl.constexpr):
     """For each block, how many tiles are seen whole, how many at all, and their indices, the former first."""
     i_block = tl.program_id(0).to(tl.int64)
