@@ -78,7 +78,7 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, divided, in_wave, item, items, own_block
+from jax_flash_jvp.kernels.hopper.work import Call, aligned, divided, in_wave, item, items, own_block
 from jax_flash_jvp.kernels.portable.scores import has
 
 # constants: HEIGHT is that of a block in rows of a warpgroup; USE_… of c, w and the tangents follow from which there are and what
@@ -717,8 +717,7 @@ def backward(
     PAIRS: gl.constexpr = SLOTS // (2 if USE_TB or USE_TE else 1)
     RESIDENT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
     BUFFERS: gl.constexpr = resident_buffers(RESIDENT * HEIGHT * GROUP_ROWS, SLOTS * T, C, FEATURES)
-    if not ROW and not RAGGED:
-        LQ = LQ // T * T  # as in portable/backward.py
+    LQ, LK = aligned(LQ, LK, FEATURES)
     program(
         Arrays(
             described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),

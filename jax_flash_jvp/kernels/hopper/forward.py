@@ -75,7 +75,7 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, divided, in_wave, item, items, own_block
+from jax_flash_jvp.kernels.hopper.work import Call, aligned, divided, in_wave, item, items, own_block
 from jax_flash_jvp.kernels.portable.scores import has
 
 # constants; HEIGHT is that of a block in rows of a warpgroup
@@ -584,6 +584,7 @@ def forward(
 ):  # fmt: skip
     PAIRS: gl.constexpr = SLOTS // (2 if HAS_TK or HAS_TV else 1)
     BUFFERS: gl.constexpr = resident_buffers((2 if HAS_TQ else 1) * HEIGHT * GROUP_ROWS, SLOTS * BN, C, FEATURES)
+    LQ, LK = aligned(LQ, LK, FEATURES)
     program(
         Arrays(
             described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),

@@ -40,6 +40,16 @@ def divided(i, n, reciprocal):
 
 
 @gluon.jit
+def aligned(LQ, LK, FEATURES: gl.constexpr):
+    """As in `portable/scores.py`."""
+    if has(FEATURES, "queries:aligned"):
+        LQ = LQ // 16 * 16
+    if has(FEATURES, "keys:aligned"):
+        LK = LK // 16 * 16
+    return LQ, LK
+
+
+@gluon.jit
 def own_block(i, call, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
     """(block, batch entry and head) of number i.  Under causality the longest blocks, first or last, of a few heads go
     before the shorter: head after head, the last ones would begin a long block when others are done.  Where all are alike, they

@@ -22,6 +22,7 @@ import triton.language as tl
 from jax_flash_jvp.kernels.portable.scores import (
     INTEGERS,
     accumulated,
+    aligned,
     has,
     inner,
     lengths,
@@ -106,8 +107,7 @@ def key_side(
     """(dK, dV) and their tangents for one block of keys: a pass over the queries of every head that reads these keys.
     Tiles are transposed, [BN, BM].  Absent query rows need no mask: their ℓ is +∞, so that P = 0."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
-    if not RAGGED:
-        LQ = LQ // BM * BM  # the same, but with a divisor that the compiler sees: it loads statistics in pairs
+    LQ, LK = aligned(LQ, LK, FEATURES)
     n_n = tl.cdiv(LK, BN)
     i_n, i_bh = own_block(n_n, False, FEATURES)  # of key heads
     HK = HQ // GROUP
@@ -230,6 +230,7 @@ def query_side(
 ):  # fmt: skip
     """dQ and its tangent for one block of queries: a pass over the keys."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
+    LQ, LK = aligned(LQ, LK, FEATURES)
     i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from jax_flash_jvp.kernels.portable.scores import (
     INTEGERS,
+    aligned,
     has,
     lengths,
     load_rows,
@@ -39,6 +40,7 @@ def score_side(
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     BY_ROW: tl.constexpr = has(FEATURES, "bias:rows")
     BY_COLUMN: tl.constexpr = has(FEATURES, "bias:columns")
+    LQ, LK = aligned(LQ, LK, FEATURES)
     n_m = tl.cdiv(LQ, BM)
     n_n = tl.cdiv(LK, BN)
     s_o = HQ * DV

@@ -17,6 +17,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     LN2,
     LOG2E,
     accumulated,
+    aligned,
     has,
     lengths,
     load_rows,
@@ -62,6 +63,7 @@ def forward(
     """If LINEAR, the tangent alone, ȯ and μ: P comes from the SAVED ℓ, so nothing is rescaled."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     HAS_TANGENT: tl.constexpr = HAS_TS or HAS_TV
+    LQ, LK = aligned(LQ, LK, FEATURES)
     i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ

@@ -18,7 +18,7 @@ from jax_flash_jvp.kernels.portable import visibility
 from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, product, short, tile
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
-STRIDE_UNIT = 16  # elements; what Triton makes use of
+ALIGNED = 16  # elements; what Triton makes use of
 
 
 def features(problem: Problem, x: Operands) -> str:
@@ -32,6 +32,7 @@ def features(problem: Problem, x: Operands) -> str:
             ("lengths", x.query_lengths is not None or x.key_lengths is not None),
             ("query_lengths", x.query_lengths is not None), ("key_lengths", x.key_lengths is not None),
             ("segments", x.query_segments is not None), ("dropout", x.seed is not None),
+            ("queries:aligned", queries % ALIGNED == 0), ("keys:aligned", keys % ALIGNED == 0),
         )
         if there
     ]  # fmt: skip
@@ -62,7 +63,7 @@ class _Call:
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         _, self.key_length, self.key_heads, self.value_dim = x.value.shape
         strides = [self._batch_sequence_head(a) for a in x[:3]]
-        units = [math.gcd(STRIDE_UNIT, batch, head) for batch, _, head in strides]
+        units = [math.gcd(ALIGNED, batch, head) for batch, _, head in strides]
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
         self.sizes = (self.query_heads, group, self.query_length, self.key_length)
@@ -103,9 +104,9 @@ class _Call:
 
     def padded(self, matrix: Any) -> Any:
         """A bias or a mask, the rows of a matrix [T, S] filled up, so that several elements are read at a time."""
-        if matrix is None or 1 in matrix.shape[2:] or matrix.shape[3] % STRIDE_UNIT == 0:
+        if matrix is None or 1 in matrix.shape[2:] or matrix.shape[3] % ALIGNED == 0:
             return matrix
-        return self.launcher.padded(matrix, -matrix.shape[3] % STRIDE_UNIT)
+        return self.launcher.padded(matrix, -matrix.shape[3] % ALIGNED)
 
     def tile(self, job: str) -> Tile:
         target, words = self.launcher.target, {*self.features.split()}

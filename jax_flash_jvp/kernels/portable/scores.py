@@ -11,8 +11,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TOGETHER = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
-# What kernels take by number.  Which of these are multiples of 16 tells them nothing, and from PyTorch they would be compiled
-# again for each mixture.
+# What kernels take by number.  From PyTorch they would be compiled again for each mixture of those that are multiples of 16, from
+# JAX for none; what they make use of is in FEATURES, see `aligned`.
 INTEGERS = (
     "HQ", "GROUP", "LQ", "LK", "s_qb", "s_qh", "s_kb", "s_kh", "s_vb", "s_vh", "left", "right", "heads", "n_tiles", "n_b", "n_h",
 )  # fmt: skip
@@ -151,6 +151,17 @@ def share(X, i_b, i_h, HQ, GROUP, size, FEATURES: tl.constexpr, NAME: tl.constex
 
 
 @triton.jit
+def aligned(LQ, LK, FEATURES: tl.constexpr):
+    """The lengths, of which the compiler now sees whether they are multiples of 16: several statistics or segments of rows are
+    read at a time then."""
+    if has(FEATURES, "queries:aligned"):
+        LQ = LQ // 16 * 16
+    if has(FEATURES, "keys:aligned"):
+        LK = LK // 16 * 16
+    return LQ, LK
+
+
+@triton.jit
 def pitch(LK, FEATURES: tl.constexpr, NAME: tl.constexpr):
     """From a row of a matrix [1|T, S] to the next: in jobs.py rows are padded to a multiple that the compiler is to see."""
     return (LK + 15) // 16 * 16 if has(FEATURES, NAME + ":rows") else LK
@@ -172,16 +183,16 @@ def matrix(X, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES: tl.constexpr, NAME: tl.cons
 
 @triton.jit
 def load_scores(X, o_m, o_n, LQ, LK, FEATURES: tl.constexpr, NAME: tl.constexpr):
-    """The tile of a matrix [1|T, 1|S]."""
-    o_x = o_m * 0 + o_n * 0
-    if has(FEATURES, NAME + ":rows"):
-        if has(FEATURES, NAME + ":columns"):
-            o_x = o_m.to(tl.int64) * pitch(LK, FEATURES, NAME) + o_n
-        else:
-            o_x = o_m + o_n * 0
+    """The tile of a matrix [1|T, 1|S], or its only row or column."""
+    if has(FEATURES, NAME + ":rows") and has(FEATURES, NAME + ":columns"):
+        n = pitch(LK, FEATURES, NAME)
+        return tl.load(X + (o_m.to(tl.int64) * n + o_n), mask=(o_m < LQ) & (o_n < n), other=0)
+    elif has(FEATURES, NAME + ":rows"):
+        return tl.load(X + o_m, mask=o_m < LQ, other=0)
     elif has(FEATURES, NAME + ":columns"):
-        o_x = o_m * 0 + o_n
-    return tl.load(X + o_x, mask=(o_m < LQ) & (o_n < pitch(LK, FEATURES, NAME)), other=0)
+        return tl.load(X + o_n, mask=o_n < LK, other=0)
+    else:
+        return tl.load(X + (o_m + o_n) * 0)
 
 
 # ------------------------------------------------------------------------------------------------ scores

@@ -8,7 +8,7 @@ loops (`key_bounds`, `query_bounds`); segments and masks are looked through befo
 import triton
 import triton.language as tl
 
-from jax_flash_jvp.kernels.portable.scores import INTEGERS, has, lengths, load_scores, matrix, pitch, share
+from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, has, lengths, load_scores, matrix, pitch, share
 
 
 @triton.jit
@@ -143,6 +143,7 @@ def look_at_tiles(
     """What is to be seen in a tile, 2: everything, 1: perhaps something, 0: nothing.  A program looks at one: for each block of
     queries, or BY_KEY of keys, at those along the other axis.  Of HQ // heads query heads the first stands for all.  Of
     positions and of segments the ends tell, so that the tile itself is read of a mask alone."""
+    LQ, LK = aligned(LQ, LK, FEATURES)
     n_m = tl.cdiv(LQ, BM)
     n_n = tl.cdiv(LK, BN)
     i_bh = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
