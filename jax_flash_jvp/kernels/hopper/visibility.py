@@ -7,8 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
+from jax_flash_jvp.kernels.portable import scores
 from jax_flash_jvp.kernels.portable.scores import has
 
+pitch = gluon.jit(scores.pitch.fn)
 # arrays that say what is seen, as far as there are any
 Selection = namedtuple("Selection", "MASK Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS TILES")
 # of a batch entry and query head: lengths, reach to both sides, the sizes of segments and mask, and these
@@ -115,12 +117,6 @@ def share(X, i_b, i_h, call, size, FEATURES: gl.constexpr, NAME: gl.constexpr):
 
 
 @gluon.jit
-def pitch(LK, FEATURES: gl.constexpr):
-    """As in `portable/scores.py`."""
-    return (LK + 15) // 16 * 16 if has(FEATURES, "mask:rows") else LK
-
-
-@gluon.jit
 def selected(selection, i_b, i_h, call, query_end, key_end, FEATURES: gl.constexpr):
     """What `visible` reads, for this batch entry and query head."""
     LQ, LK = call.LQ, call.LK
@@ -128,7 +124,7 @@ def selected(selection, i_b, i_h, call, query_end, key_end, FEATURES: gl.constex
     if has(FEATURES, "mask:rows"):
         size *= LQ
     if has(FEATURES, "mask:columns"):
-        size *= pitch(LK, FEATURES)
+        size *= pitch(LK, FEATURES, "mask")
     mask = share(selection.MASK, i_b, i_h, call, size, FEATURES, "mask")
     q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
     return Sight(query_end, key_end, call.left, call.right, LQ, LK, q_segments, k_segments, mask)
@@ -230,7 +226,7 @@ def masked_in(
         o_r = gl.expand_dims(row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
         o_c = gl.expand_dims(column + gl.arange(0, T, layout=gl.SliceLayout(0, layout)), 0)
         o_m, o_n = (o_r, o_c) if ROW else (o_c, o_r)
-        n = pitch(LK, FEATURES)
+        n = pitch(LK, FEATURES, "mask")
         b_x = gl.load(mask + (o_m.to(gl.int64) * n + o_n), mask=(o_m < LQ) & (o_n < n), other=0)
         return gl.convert_layout(b_x.to(gl.int8), LAYOUT)
     elif has(FEATURES, "mask:rows" if ROW else "mask:columns"):

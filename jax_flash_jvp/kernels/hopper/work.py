@@ -5,8 +5,10 @@ from collections import namedtuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jax_flash_jvp.kernels.portable import scores
 from jax_flash_jvp.kernels.portable.scores import has
 
+aligned = gluon.jit(scores.aligned.fn)
 TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 
 # the integers of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not
@@ -37,16 +39,6 @@ def divided(i, n, reciprocal):
     digits = (reciprocal & ((1 << (BITS + 1)) - 1)).to(gl.int64)
     quotient = (i * digits >> (reciprocal >> BITS + 1) + BITS).to(gl.int32)
     return quotient, i - quotient * n
-
-
-@gluon.jit
-def aligned(LQ, LK, FEATURES: gl.constexpr):
-    """As in `portable/scores.py`."""
-    if has(FEATURES, "queries:aligned"):
-        LQ = LQ // 16 * 16
-    if has(FEATURES, "keys:aligned"):
-        LK = LK // 16 * 16
-    return LQ, LK
 
 
 @gluon.jit
