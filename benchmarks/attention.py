@@ -4,7 +4,8 @@ Every result is first checked against float64: an implementation that fails is r
 turns, in another order each round, so that neither drift nor a predecessor's heat favours one; figures are medians.
 
     python benchmarks/attention.py                                  # L = 8192, H32 D64 and H24 D128, bf16
-    python benchmarks/attention.py --lengths 1024 4096 16384 --causal --output results/causal
+    python benchmarks/attention.py --lengths 1024 4096 16384 --feature causal --output results/causal
+    python benchmarks/attention.py --batch 8 --lengths 2048 --heads 16 16 --feature mask       # or padding, or bias
     python benchmarks/attention.py --framework torch --jobs "forward + JVP" --head-dims 128 --heads 16 --quick
     python benchmarks/attention.py --batch 128 --lengths 256 --head-dims 64 72 --heads 16 16       # as image models have it
     python benchmarks/attention.py --framework torch --contenders torch_bridge before --before ../another-checkout
@@ -15,7 +16,9 @@ JAX: beside its portable kernels alone, cuDNN and XLA.  PyTorch: beside scaled_d
 FlashAttention and, compiled, the math backend; and beside jvp-flash-attention where that is installed.
 
 TFLOP/s count the matrix products that the job needs: 2 for the forward, 6 for forward + JVP, 5 for the backward, 15 for the
-dual backward (the gradient through forward + JVP), each of 2 B H Lq Lk D operations, half of that where causal.
+dual backward (the gradient through forward + JVP), each of 2 B H Lq Lk D operations, half of that where causal, three quarters
+where the last quarter of the keys is padding.  A mask hides half of all scores at random, and saves nothing; a bias is one of
+every head.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from measure import (
+    FEATURES,
     PRODUCTS,
     Case,
     Failure,
@@ -48,7 +52,7 @@ class Row(NamedTuple):
     length: int
     heads: int
     head_dim: int
-    causal: bool
+    feature: str
     milliseconds: float
     tflops: float
     of_matmul: float
@@ -61,16 +65,16 @@ def run(framework: ModuleType, options: argparse.Namespace) -> tuple[list[Row], 
     rows, all_right = [], True
     for heads, head_dim in zip(options.heads, options.head_dims, strict=True):
         for length in options.lengths:
-            case = Case(options.batch, length, heads, head_dim, options.causal, options.dtype)
-            arrays = framework.draw(case)
+            case = Case(options.batch, length, heads, head_dim, options.feature, options.dtype)
+            arrays, extra = framework.draw(case), framework.extra(case)
             for job in options.jobs:
                 prepared = {}
-                oracle = Oracle(framework, job, options.causal, arrays)
+                oracle = Oracle(framework, job, extra, arrays)
                 for who in options.contenders:
                     contender = framework.CONTENDERS[who]
                     if job not in contender.jobs or (contender.quadratic and length > options.longest_xla):
                         continue
-                    outcome = prepare(framework, contender, job, options.causal, arrays, oracle)
+                    outcome = prepare(framework, contender, job, extra, arrays, oracle)
                     if isinstance(outcome, Failure):
                         print(f"{job}, {who}, {case}: {outcome.reason}", flush=True)
                         all_right &= who != framework.OURS
@@ -107,9 +111,7 @@ def read(path: Path) -> list[Row]:
     with open(path, newline="") as file:
         return [
             Row(
-                job=row["job"],
-                who=row["who"],
-                causal=row["causal"] == "True",
+                **{name: row[name] for name in ("job", "who", "feature")},
                 **{name: int(row[name]) for name in ("length", "heads", "head_dim", "batch")},
                 **{name: float(row[name]) for name in ("milliseconds", "tflops", "of_matmul", "temporary_mib")},
             )
@@ -158,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--heads", nargs="+", type=int, help="one number for each head dim")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--feature", default="none", choices=FEATURES)
     parser.add_argument(
         "--longest-xla",
         "--longest-quadratic",

@@ -16,22 +16,10 @@ from measure import PRODUCTS, Case, Contender, Prepared, end_heads, timed
 ROWS, HEADS = 1, 2
 wait = jax.block_until_ready
 
-
-def ours(q, k, v, causal):
-    return dot_product_attention(q, k, v, is_causal=causal)
-
-
-def portable(q, k, v, causal):
-    return dot_product_attention(q, k, v, is_causal=causal, implementation="portable")
-
-
-def cudnn(q, k, v, causal):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
-
-
-def xla(q, k, v, causal):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
-
+ours = dot_product_attention
+portable = functools.partial(dot_product_attention, implementation="portable")
+cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
 
 OURS = "jax-flash-jvp"
 CONTENDERS: dict[str, Contender] = {
@@ -53,18 +41,34 @@ def draw(case: Case) -> list[jax.Array]:
     return [jax.random.normal(key, shape, jnp.dtype(case.dtype)) for key in keys]
 
 
-def job_function(job: str, attention: Callable, causal: bool, arrays: list[jax.Array]) -> tuple[Callable, tuple]:
+def extra(case: Case) -> dict[str, Any]:
+    """What the feature gives attention: `is_causal`, or an array."""
+    key = jax.random.key(8)
+    if case.feature == "causal":
+        return {"is_causal": True}
+    if case.feature == "mask":  # half of all
+        return {"mask": jax.random.bernoulli(key, shape=case.extra_shape)}
+    if case.feature == "padding":  # the last quarter
+        return {"mask": jnp.broadcast_to(jnp.arange(case.length) < 3 * case.length // 4, case.extra_shape)}
+    if case.feature == "bias":
+        return {"bias": jax.random.normal(key, case.extra_shape, jnp.dtype(case.dtype))}
+    return {}
+
+
+def job_function(job: str, attention: Callable, extra: dict, arrays: list[jax.Array]) -> tuple[Callable, tuple]:
     """A jitted function and its arguments, the last of which are the cotangents."""
     x, tx, cotangents = tuple(arrays[:3]), tuple(arrays[3:6]), tuple(arrays[6:])
-    f = lambda q, k, v: attention(q, k, v, causal)
+    extra = dict(extra)
+    attention = functools.partial(attention, is_causal=extra.pop("is_causal", False))
+    f = lambda e: functools.partial(attention, **e)
     if job == "forward":
-        return jax.jit(lambda x, g, h: f(*x)), (x, *cotangents)
+        return jax.jit(lambda e, x, g, h: f(e)(*x)), (extra, x, *cotangents)
     if job == "forward + JVP":
-        return jax.jit(lambda x, tx, g, h: jax.jvp(f, x, tx)), (x, tx, *cotangents)
+        return jax.jit(lambda e, x, tx, g, h: jax.jvp(f(e), x, tx)), (extra, x, tx, *cotangents)
     if job == "backward":
-        pull = jax.jit(lambda x: jax.vjp(f, *x)[1])(x)
+        pull = jax.jit(lambda e, x: jax.vjp(f(e), *x)[1])(extra, x)
         return jax.jit(lambda pull, g, h: pull(g)), (pull, *cotangents)
-    pull = jax.jit(lambda x, tx: jax.vjp(lambda x, tx: jax.jvp(f, x, tx), x, tx)[1])(x, tx)
+    pull = jax.jit(lambda e, x, tx: jax.vjp(lambda x, tx: jax.jvp(f(e), x, tx), x, tx)[1])(extra, x, tx)
     return jax.jit(lambda pull, g, h: pull((g, h))), (pull, *cotangents)
 
 
@@ -72,26 +76,30 @@ def to_numpy(tree: Any) -> list[np.ndarray]:
     return [np.asarray(a, np.float64) for a in tree]
 
 
-def naive(job, causal, arrays, first, exact, rounds_scores=False) -> list[np.ndarray]:
+def naive(job, extra, arrays, first, exact, rounds_scores=False) -> list[np.ndarray]:
     """In the arrays' dtype throughout, or in float64; scores and softmax in float32 at least.  `first`: the first row of
     scores that belongs to these queries."""
 
-    def attention(q, k, v, causal):
+    def attention(q, k, v, is_causal=False, mask=None, bias=None):
         wide = q.dtype if rounds_scores else jnp.promote_types(q.dtype, jnp.float32)
         s = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
-        if causal:
-            s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool), first), s, -jnp.inf)
+        if bias is not None:
+            s += bias.astype(s.dtype)
+        if is_causal:
+            mask = jnp.tril(jnp.ones(s.shape[-2:], bool), first)
+        if mask is not None:
+            s = jnp.where(mask, s, -jnp.inf)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s).astype(q.dtype), v)
 
     with jax.enable_x64(True) if exact else contextlib.nullcontext():
         if exact:
             arrays = [a.astype(jnp.float64) for a in arrays]
-        function, arguments = job_function(job, attention, causal, arrays)
+        function, arguments = job_function(job, attention, extra, arrays)
         return to_numpy(jax.tree.leaves(function(*arguments)))
 
 
-def prepare(contender: Contender, job: str, causal: bool, arrays: list[jax.Array]) -> Prepared:
-    function, arguments = job_function(job, contender.attention, causal, arrays)
+def prepare(contender: Contender, job: str, extra: dict, arrays: list[jax.Array]) -> Prepared:
+    function, arguments = job_function(job, contender.attention, extra, arrays)
     compiled = function.lower(*arguments).compile()
     ends = to_numpy(end_heads(jax.tree.leaves(compiled(*arguments)), HEADS))
     memory = compiled.memory_analysis()
@@ -120,7 +128,7 @@ def overhead() -> str:
     those of an empty jitted function of the same arguments."""
     arrays = draw(Case(1, 128, 1, 64))
     x, tx = tuple(arrays[:3]), tuple(arrays[3:6])
-    full = jax.jit(lambda x, tx: jax.jvp(lambda *a: ours(*a, False), x, tx))
+    full = jax.jit(lambda x, tx: jax.jvp(ours, x, tx))
     empty = jax.jit(lambda x, tx: (x[0] + 1, tx[0] + 1))
     pairs = [(timed(lambda: full(x, tx), wait, 0.05), timed(lambda: empty(x, tx), wait, 0.05)) for _ in range(9)]
     microseconds = [statistics.median(times) * 1e3 for times in zip(*pairs, strict=True)]

@@ -14,6 +14,8 @@ import numpy as np
 PRODUCTS = {"forward": 2, "forward + JVP": 6, "backward": 5, "dual backward": 15}
 SCORES = 2**26  # of a head, that the float64 computation holds at a time
 MATMUL = "bf16 matrix product"
+# and how much of the products each leaves
+FEATURES = {"none": 1, "causal": 1 / 2, "mask": 1, "padding": 3 / 4, "bias": 1}
 
 
 class Case(NamedTuple):
@@ -23,20 +25,29 @@ class Case(NamedTuple):
     length: int
     heads: int
     head_dim: int
-    causal: bool = False
+    feature: str = "none"  # of FEATURES
     dtype: str = "bfloat16"
 
     def operations(self, products: int) -> float:
-        """Of so many matrix products, each of 2 B H L² D; half of that where causal."""
-        return 2 * products * self.batch * self.heads * self.length**2 * self.head_dim / (2 if self.causal else 1)
+        """Of so many matrix products, each of 2 B H L² D where the feature leaves all of it."""
+        whole = 2 * products * self.batch * self.heads * self.length**2 * self.head_dim
+        return whole * FEATURES[self.feature]
 
     def __str__(self) -> str:
         batch = f"B{self.batch} " if self.batch > 1 else ""
-        return f"{batch}H{self.heads} L{self.length} D{self.head_dim}{' causal' if self.causal else ''}"
+        feature = f" {self.feature}" if self.feature != "none" else ""
+        return f"{batch}H{self.heads} L{self.length} D{self.head_dim}{feature}"
+
+    @property
+    def extra_shape(self) -> tuple[int, ...]:
+        """[B, H, L, L], or 1, of a mask, of one that hides padding, or of a bias: as most models have them."""
+        rows = 1 if self.feature == "padding" else self.length
+        batch, heads = (1, self.heads) if self.feature == "bias" else (self.batch, 1)
+        return batch, heads, rows, self.length
 
 
 class Contender(NamedTuple):
-    attention: Callable  # of q, k, v, causal
+    attention: Callable  # of q, k, v and, by name, what the feature needs
     jobs: tuple[str, ...] = tuple(PRODUCTS)
     quadratic: bool = False  # memory
     rounds_scores: bool = False  # to the dtype of q: then it may err as naive attention does that rounds them too
@@ -76,9 +87,10 @@ class Oracle:
     Rows of scores do not depend on one another: results that belong to queries are computed some rows at a time, and
     gradients of keys and values summed over the rows."""
 
-    def __init__(self, framework: ModuleType, job: str, causal: bool, arrays: list[Any]):
-        self.framework, self.job, self.causal = framework, job, causal
+    def __init__(self, framework: ModuleType, job: str, extra: dict[str, Any], arrays: list[Any]):
+        self.framework, self.job = framework, job
         self.arrays = end_heads(arrays, framework.HEADS)
+        self.extra = {name: a if a is True else end_heads([a], 1)[0] for name, a in extra.items()}
         self.exact = self._compute(exact=True)
         self._allowed: dict[bool, list[float]] = {}
 
@@ -95,16 +107,18 @@ class Oracle:
         for first in range(0, length, step):
             rows = indices(axis, slice(first, first + step))
             some = [a[rows] if i in (0, 3, 6, 7) else a for i, a in enumerate(self.arrays)]
-            parts.append(self.framework.naive(self.job, self.causal, some, first, **how))
+            whole = lambda a: a is True or a.shape[2] == 1
+            extra = {name: a if whole(a) else a[indices(2, rows[axis])] for name, a in self.extra.items()}
+            parts.append(self.framework.naive(self.job, extra, some, first, **how))
         of_keys = self.job.endswith("backward")
         pieces = enumerate(zip(*parts, strict=True))
         return [sum(p) if of_keys and i % 3 else np.concatenate(p, axis) for i, p in pieces]
 
 
-def prepare(framework: ModuleType, contender: Contender, job: str, causal: bool, arrays, oracle: Oracle):
+def prepare(framework: ModuleType, contender: Contender, job: str, extra: dict[str, Any], arrays, oracle: Oracle):
     """A job that is right within twice the error of naive attention; or why it cannot be timed."""
     try:
-        prepared = framework.prepare(contender, job, causal, arrays)
+        prepared = framework.prepare(contender, job, extra, arrays)
     except Exception as error:
         text = str(error).strip().split("\n")[0][:160]
         failure = Failure(f"{type(error).__name__}: {text}", framework.out_of_memory(error))

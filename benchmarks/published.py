@@ -56,9 +56,9 @@ class Table:
     def measure(self, job: str, case: Case, contenders: list[str], operations: float) -> dict[str, dict]:
         """By contender: milliseconds, TFLOP/s, their ratio to the product's, MiB; all missing of what did not fit."""
         arrays = framework.draw(case)
-        oracle, prepared, results = Oracle(framework, job, case.causal, arrays), {}, {}
+        oracle, prepared, results = Oracle(framework, job, {}, arrays), {}, {}
         for who in contenders:
-            outcome = prepare(framework, EVERYONE[who], job, case.causal, arrays, oracle)
+            outcome = prepare(framework, EVERYONE[who], job, {}, arrays, oracle)
             if isinstance(outcome, Failure):
                 print(f"{job}, {who}, {case}: {outcome.reason}", flush=True)
                 self.failed |= not outcome.out_of_memory or who == framework.OURS

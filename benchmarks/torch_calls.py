@@ -27,32 +27,31 @@ from torch_bridge import scaled_dot_product_attention
 ROWS, HEADS = 2, 1
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch._functorch.config.donated_buffer = False  # private: compiled backwards that may run again
-
-
-def ours(q, k, v, causal):
-    return scaled_dot_product_attention(q, k, v, is_causal=causal)
+ours = scaled_dot_product_attention
 
 
 def sdpa(backend: SDPBackend) -> Callable:
-    def attention(q, k, v, causal):
+    def attention(q, k, v, **extra):
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return F.scaled_dot_product_attention(q, k, v, **extra)
 
     return attention
 
 
-def peer(q, k, v, causal):
+def peer(q, k, v, is_causal=False, **extra):
     from jvp_flash_attention.jvp_attention import JVPAttn
 
-    return JVPAttn.fwd_dual(q, k, v, causal=causal)
+    return JVPAttn.fwd_dual(q, k, v, causal=is_causal, **extra)
 
 
-def naive_attention(q, k, v, causal, first=0, rounds_scores=True):
+def naive_attention(q, k, v, is_causal=False, attn_mask=None, first=0, rounds_scores=True):
     """`first`: the first row of scores that belongs to these queries."""
     wide = q.dtype if rounds_scores else torch.promote_types(q.dtype, torch.float32)
     s = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
-    if causal:
-        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(first), -torch.inf)
+    if is_causal:
+        attn_mask = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(first)
+    if attn_mask is not None:
+        s = s.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else s + attn_mask.to(s.dtype)
     return s.softmax(-1).to(v.dtype) @ v
 
 
@@ -66,8 +65,7 @@ def of_checkout(path: Path) -> Contender:
             copy.write_text(functools.reduce(lambda text, n: text.replace(n, names[n]), names, source.read_text()))
     atexit.register(shutil.rmtree, folder)  # not before: modules are loaded from it when they are first needed
     sys.path.append(str(folder))
-    attention = importlib.import_module("another_bridge").scaled_dot_product_attention
-    return Contender(lambda q, k, v, causal: attention(q, k, v, is_causal=causal))
+    return Contender(importlib.import_module("another_bridge").scaled_dot_product_attention)
 
 
 OURS, PEER = "torch_bridge", "jvp-flash-attention"
@@ -100,9 +98,24 @@ def draw(case: Case) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype) for _ in range(8)]
 
 
-def starter(contender: Contender, job: str, causal: bool) -> Callable:
+def extra(case: Case) -> dict[str, Any]:
+    """What the feature gives attention: `is_causal`, or an array."""
+    generator = torch.Generator(DEVICE).manual_seed(8)
+    if case.feature == "causal":
+        return {"is_causal": True}
+    if case.feature == "mask":  # half of all
+        return {"attn_mask": torch.rand(case.extra_shape, generator=generator, device=DEVICE) < 0.5}
+    if case.feature == "padding":  # the last quarter
+        return {"attn_mask": (torch.arange(case.length, device=DEVICE) < 3 * case.length // 4).expand(case.extra_shape)}
+    if case.feature == "bias":
+        dtype = getattr(torch, case.dtype)
+        return {"attn_mask": torch.randn(case.extra_shape, generator=generator, device=DEVICE, dtype=dtype)}
+    return {}
+
+
+def starter(contender: Contender, job: str, extra: dict[str, Any]) -> Callable:
     """start(arrays) does what precedes the job, and gives a call of the job without arguments."""
-    attend = lambda q, k, v: contender.attention(q, k, v, causal)
+    attend = functools.partial(contender.attention, **extra)
     with_tangent = lambda x, tx: jvp(attend, x, tx)
     if contender.compiled:
         torch.compiler.reset()
@@ -130,15 +143,15 @@ def to_numpy(tensors: Any) -> list[np.ndarray]:
     return [a.detach().double().cpu().numpy() for a in tensors]
 
 
-def naive(job, causal, arrays, first, exact, rounds_scores=False) -> list[np.ndarray]:
+def naive(job, extra, arrays, first, exact, rounds_scores=False) -> list[np.ndarray]:
     """In the arrays' dtype throughout, or in float64; scores and softmax in float32 at least, or rounded too."""
     attention = functools.partial(naive_attention, first=first, rounds_scores=rounds_scores)
     arrays = [a.double() for a in arrays] if exact else arrays
-    return to_numpy(starter(Contender(attention), job, causal)(arrays)())
+    return to_numpy(starter(Contender(attention), job, extra)(arrays)())
 
 
-def prepare(contender: Contender, job: str, causal: bool, arrays: list[torch.Tensor]) -> Prepared:
-    start = starter(contender, job, causal)
+def prepare(contender: Contender, job: str, extra: dict[str, Any], arrays: list[torch.Tensor]) -> Prepared:
+    start = starter(contender, job, extra)
     start(arrays)()  # compiles and tunes, whose memory does not count
     release()
     before = allocated()
@@ -191,7 +204,7 @@ def counted_operations(job: str, case: Case) -> int:
     shape = case.batch, case.heads, case.length, case.head_dim
     arrays = [torch.empty(shape, device="meta", dtype=getattr(torch, case.dtype)) for _ in range(8)]
     with FlopCounterMode(display=False) as counter:
-        starter(EAGER["SDPA math"], job, case.causal)(arrays)()
+        starter(EAGER["SDPA math"], job, {})(arrays)()
     return counter.get_total_flops()
 
 
@@ -199,7 +212,7 @@ def overhead() -> str:
     """What torch.func.jvp of attention costs the host beyond that of an addition: tiny calls, back to back."""
     arrays = draw(Case(1, 128, 1, 64))
     x, tx = tuple(arrays[:3]), tuple(arrays[3:6])
-    attention, addition = (lambda f=f: jvp(f, x, tx) for f in (lambda *a: ours(*a, False), lambda q, k, v: q + k + v))
+    attention, addition = (lambda f=f: jvp(f, x, tx) for f in (ours, lambda q, k, v: q + k + v))
     pairs = [(timed(attention, wait, 0.05), timed(addition, wait, 0.05)) for _ in range(9)]
     microseconds = [statistics.median(times) * 1e3 for times in zip(*pairs, strict=True)]
     return f"torch.func.jvp costs {microseconds[0] - microseconds[1]:.1f} µs more than that of two additions"

@@ -37,18 +37,30 @@ def table(path):
         return [(row["job"], row["who"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize(("name", "jobs"), [("jax", ["forward + JVP"]), ("torch", list(PRODUCTS))])
-def test_attention(name, jobs, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "jobs", "feature"),
+    [
+        ("jax", ["forward + JVP"], "causal"),
+        ("jax", ["dual backward"], "mask"),
+        ("jax", ["backward"], "padding"),
+        ("jax", ["forward + JVP"], "bias"),
+        ("torch", list(PRODUCTS), "causal"),
+        ("torch", ["forward", "dual backward"], "mask"),
+        ("torch", ["forward + JVP"], "padding"),
+        ("torch", ["backward"], "bias"),
+    ],
+)
+def test_attention(name, jobs, feature, tmp_path, capsys):
     ours, other = COMPARED[name]
     selected = ["--framework", name, "--jobs", *jobs, "--contenders", ours, other, "--batch", "2"]
-    assert benchmark.main([*TINY, *selected, "--causal", "--output", str(tmp_path / "out")]) == 0
+    assert benchmark.main([*TINY, *selected, "--feature", feature, "--output", str(tmp_path / "out")]) == 0
     contenders = FRAMEWORKS[name].CONTENDERS
     expected = [(job, who) for job in jobs for who in (ours, other) if job in contenders[who].jobs]
     assert table(tmp_path / "out") == expected
     assert (tmp_path / "out.png").exists()
     rows = benchmark.read(tmp_path / "out.csv")
     assert [(r.job, r.who) for r in rows] == expected
-    assert {r.batch for r in rows} == {2}
+    assert {(r.batch, r.feature) for r in rows} == {(2, feature)}
     benchmark.plot([*rows, *(r._replace(who="another") for r in rows)], tmp_path / "both.png")
     assert "WRONG" not in capsys.readouterr().out
 
@@ -56,7 +68,7 @@ def test_attention(name, jobs, tmp_path, capsys):
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_what_is_wrong_is_not_timed(name, tmp_path, capsys, monkeypatch):
     framework, output = FRAMEWORKS[name], tmp_path / "out"
-    wrong = Contender(lambda q, k, v, causal: framework.ours(q, k, 1.05 * v, causal))
+    wrong = Contender(lambda q, k, v, **extra: framework.ours(q, k, 1.05 * v, **extra))
     arguments = [*TINY, "--framework", name, "--jobs", "forward", "--output", str(output), "--contenders"]
     monkeypatch.setitem(framework.CONTENDERS, "broken", wrong)
     assert benchmark.main([*arguments, "broken", framework.OURS]) == 0
@@ -87,21 +99,25 @@ def test_arguments_that_do_not_fit(arguments, capsys):
 @pytest.mark.parametrize("job", PRODUCTS)
 def test_float64_by_rows(job, monkeypatch):
     arrays = torch_calls.draw(Case(1, 40, 3, 8, dtype="float32"))
-    whole = Oracle(torch_calls, job, True, arrays)
+    whole = Oracle(torch_calls, job, {"is_causal": True}, arrays)
     monkeypatch.setattr(measure, "SCORES", 40 * 12)
-    for a, b in zip(Oracle(torch_calls, job, True, arrays).exact, whole.exact, strict=True):
+    for a, b in zip(Oracle(torch_calls, job, {"is_causal": True}, arrays).exact, whole.exact, strict=True):
         assert a.shape == (1, 2, 40, 8)
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
     assert 0 < max(whole.allowed(rounds_scores=False)) < 1e-6
 
 
-def test_float64_in_jax(monkeypatch):
+@pytest.mark.parametrize("feature", ["causal", "mask", "padding", "bias"])
+def test_float64_in_jax(feature, monkeypatch):
     """Agrees with the one in PyTorch, by rows too."""
+    extra = jax_calls.extra(Case(1, 12, 2, 8, feature, "float32"))
+    same = {n: a if a is True else torch.tensor(np.asarray(a)) for n, a in extra.items()}
+    same = {"attn_mask" if n in ("mask", "bias") else n: a for n, a in same.items()}
     arrays = torch_calls.draw(Case(1, 12, 2, 8, dtype="float32"))
     other = [np.asarray(a.transpose(1, 2)) for a in arrays]
     monkeypatch.setattr(measure, "SCORES", 12 * 8)
-    exact = Oracle(torch_calls, "backward", True, arrays).exact
-    for a, b in zip(Oracle(jax_calls, "backward", True, other).exact, exact, strict=True):
+    exact = Oracle(torch_calls, "backward", same, arrays).exact
+    for a, b in zip(Oracle(jax_calls, "backward", extra, other).exact, exact, strict=True):
         np.testing.assert_allclose(a.swapaxes(1, 2), b, rtol=1e-12, atol=1e-13)
 
 
@@ -121,7 +137,7 @@ def test_operations_of_sdpa_jvp(job, case, billions):
 
 
 def test_causal_counts_half():
-    assert 2 * Case(2, 64, 2, 16, causal=True).operations(6) == Case(2, 64, 2, 16).operations(6)
+    assert 2 * Case(2, 64, 2, 16, "causal").operations(6) == Case(2, 64, 2, 16).operations(6)
 
 
 def test_jvp_bench(tmp_path, capsys):
@@ -136,10 +152,10 @@ def test_jvp_bench(tmp_path, capsys):
 
 
 def failing(error):
-    def attention(q, k, v, causal):
+    def attention(q, k, v):
         if q.shape[2] > 32:
             raise error
-        return torch_calls.naive_attention(q, k, v, causal)
+        return torch_calls.naive_attention(q, k, v)
 
     return Contender(attention, rounds_scores=True)
 
