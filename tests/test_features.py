@@ -264,6 +264,23 @@ def test_edges(case):
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])
+@pytest.mark.parametrize(("T", "S"), [(70, 45), (33, 300), (300, 32), (128, 128)])
+def test_masks_are_packed(T, S, by_key):
+    """Bit i of word w is what stands at 32 w + i, of rows of whole words, four at a time; zeros behind it."""
+    mask = np.random.default_rng(T + S).random((3, T, S)) < 0.5
+    padded, turned = np.pad(mask, ((0, 0), (0, 0), (0, -S % 16))), mask.swapaxes(1, 2) if by_key else mask
+    rows, columns = turned.shape[1:]
+    packed = np.full((3, rows, -(-columns // 128) * 4), -1, np.int32)
+    tile = dict(BM=128 if by_key else 16, BN=16 if by_key else 128)
+    programs = 3 * -(-T // tile["BM"]) * -(-S // tile["BN"])
+    words = "mask mask:rows mask:columns"
+    interpret.launch(visibility.pack, (programs,), padded, T, S, packed, **tile, BY_KEY=by_key, FEATURES=words)
+    bits = (packed[..., None] >> np.arange(32) & 1).reshape(3, rows, -1)
+    np.testing.assert_array_equal(bits[..., :columns], turned)
+    assert not bits[..., columns:].any()
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])
 @pytest.mark.parametrize("kind", ["mask", "segments"])
 def test_tiles_are_looked_at(kind, by_key):
     """What is said of a tile is what is to be seen there: exactly, if a single limit cuts it, and else no less."""

@@ -531,7 +531,9 @@ def test_tiles_that_a_block_visits(side, padded, one_loop):
 LISTED_MUTANTS = {
     "another-tile": ("plain + t if MASKED else t", "t"),
     "whole-tiles-left-out": ('plain = 0 if has(FEATURES, "one-loop") else', "plain ="),
-    "mask-ignored": ("T, ROW, FEATURES, LAYOUT) != 0)", "T, ROW, FEATURES, LAYOUT) != 2)"),
+    "mask-ignored": ("b_bits & (1 <<", "b_bits | (1 <<"),
+    "first-word-for-all": ("o_c >= 32 * i", "o_c < 32 * i"),
+    "words-of-another-tile": ("words(n_columns) + column // 32", "words(n_columns)"),
     "first-head-for-all": ("i += i_b * (HQ // GROUP) + i_h // GROUP if", "i += i_b * (HQ // GROUP) if"),
 }
 

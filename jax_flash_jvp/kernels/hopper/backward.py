@@ -445,7 +445,7 @@ def consume_block(
             for i_g in range(block.group):
                 visits = visits_of_head(i_g, block, call, selection, options)
                 i_h = i_a if ROW else block.i_stream + i_g
-                sight = selected(selection, i_b, i_h, call, query_end, key_end, FEATURES)
+                sight = selected(selection, i_b, i_h, call, query_end, key_end, ROW, FEATURES)
                 t_first, t_end = range_of(visits, MASKED)
                 if DEFERRED:
                     last = gl.convert_layout(zero.to(dtype), p_l)  # there is no tile before the first

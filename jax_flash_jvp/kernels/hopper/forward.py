@@ -121,7 +121,7 @@ def own(i, call, selection, options):
     visits = visits_of(selection, i_b, i_h, call, i_m, n_m, n_tiles, bounds, BN, options.MASKS, FEATURES)
     if has(FEATURES, "shared"):
         visits = within(visits, work, 0, 1, False)
-    sight = selected(selection, i_b, i_h, call, query_end, key_end, FEATURES)
+    sight = selected(selection, i_b, i_h, call, query_end, key_end, True, FEATURES)
     return Block(work, i_b, i_h, q_row, sight, visits)
 
 

@@ -13,6 +13,7 @@ from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, column_widths
 from jax_flash_jvp.kernels.hopper.work import DIVISIBLE, TOGETHER, reciprocal
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
+from jax_flash_jvp.kernels.portable import visibility
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
 from jax_flash_jvp.kernels.portable.tiles import Tile
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
@@ -40,6 +41,7 @@ DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # takes to stream so many rows, for each part of a block but one.
 PART = {"forward": 256, "backward": 160}
 UNLIKE = {"left", "right", "lengths", "tiles"}  # words of what makes blocks differ
+PACKED = {False: (64, 128), True: (128, 64)}  # tiles of a mask in `pack`, by key or not
 STATISTICS = " statistics"  # the word for a query side that makes those of its rows
 
 
@@ -82,13 +84,6 @@ KEY_SIDE = {
     (96, "plain"): Ring(64, 6, True, deferred=True), (128, "plain"): Ring(64, 6, True, deferred=True),
     (64, "dual"): Ring(32, 16, False), (64, "tangent"): Ring(64, 8, False), (96, "tangent"): Ring(32, 12, True),
     (128, "tangent"): Ring(32, 12, True, deferred=True),
-}  # fmt: skip
-# where the tile of a mask does not fit beside the ring; the keys are rings from here
-WITH_MASK = {
-    Ring(32, 12, False): Ring(32, 10, False), Ring(32, 12, True): Ring(32, 10, True), Ring(64, 6, False): Ring(32, 10, True),
-    Ring(32, 12, True, deferred=True): Ring(32, 10, False), Ring(64, 3, False): Ring(32, 4, False),
-    Split(32, 10, True): Split(32, 8, True), Split(32, 6, False): Split(32, 4, False),
-    Split(32, 10, False): Split(32, 8, False),
 }  # fmt: skip
 # with two warpgroups another tile, and so where blocks are not alike
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
@@ -204,7 +199,7 @@ class _Call:
         self.alike = not UNLIKE & self.words  # all blocks
         # are blocks taken from a counter?
         self.counted = not self.alike and (lists_counted or "tiles" not in self.words)
-        self.mask_tile = {"mask:rows", "mask:columns"} <= self.words  # takes room in shared memory
+        self.packed: dict[bool, Any] = {}  # the mask, see `selection`
         if self.portable.reach[1] < 0 or (UNLIKE - {"right"}) & self.words:  # rows may see nothing
             self.features += " empty"
         self.scalars = (*self.portable.sizes, *self.portable.reach)
@@ -245,15 +240,13 @@ class _Call:
         return whole + (rest > 0), 0
 
     def ring(self, ring: Ring, by_key: bool = False) -> Ring:
-        """For this call: loops may be short or long, the tile of a mask takes room, blocks of which there are lists have a power
+        """For this call: loops may be short or long, blocks of which there are lists have a power
         of two of rows, and two warpgroups may leave fewer multiprocessors without a block than three."""
         seen = self.seen(by_key)
         if not self.alike and self.x.mask is None and (seen <= SHORT or "tiles" in self.words):
             ring = IN_SHORT_LOOPS.get(ring, ring)
         elif self.tiles(ring, by_key) * ring.tile > LONG:
             ring = IN_LONG_LOOPS.get(ring, ring)
-        if self.mask_tile:
-            ring = WITH_MASK.get(ring, ring)
         if ring.groups == 3:
             pair = WITH_TWO.get(ring, ring._replace(groups=2))
             two, three = (self.rounds(r, by_key)[0] * r.groups for r in (pair, ring))
@@ -261,6 +254,22 @@ class _Call:
             if few or "tiles" in self.words or (ring in WITH_TWO and not self.alike) or two * PAIR_FOR_THREE < three:
                 return pair
         return ring
+
+    def selection(self, by_key: bool) -> tuple:
+        """What says what is seen; of a mask with rows and columns the bits."""
+        mask, *others = self.portable.selection
+        if not {"mask:rows", "mask:columns"} <= self.words:
+            return mask, *others
+        if by_key not in self.packed:
+            (n_rows, n_columns), (block_m, block_n) = self.portable.sizes[2:], PACKED[by_key]
+            words, matrices = visibility.words.fn, mask.shape[0] * mask.shape[1]
+            shape = (n_columns, words(n_rows)) if by_key else (n_rows, words(n_columns))
+            programs = matrices * triton.cdiv(n_rows, block_m) * triton.cdiv(n_columns, block_n)
+            (self.packed[by_key],) = self.launcher.launch(
+                visibility.pack, programs, (mask,), (n_rows, n_columns), [Output((matrices, *shape), "int32")],
+                dict(BM=block_m, BN=block_n, BY_KEY=by_key, FEATURES=self.portable.features), 4, 1,
+            )  # fmt: skip
+        return self.packed[by_key], *others
 
     def rows(self, *arrays: tuple[Any, int]) -> list[Rows]:
         """The descriptors of arrays in tiles of so many rows: of the first part of their channels, then of the second."""
@@ -286,7 +295,7 @@ class _Call:
         at_once = self.launcher.multiprocessors or blocks
         length = self.tiles(ring, by_key) * ring.tile
         waves = max(1, blocks // at_once // ROUNDS) if self.drifts(length) and written > 1 else 1
-        ahead = length <= AHEAD and (written > 1 or not self.drifts(length)) and not self.mask_tile
+        ahead = length <= AHEAD and (written > 1 or not self.drifts(length))
         words = " persistent ahead" if ahead else " persistent"
         if self.counted and blocks > at_once and ring not in STATIC:
             return at_once, at_once, blocks, 0, words + " dynamic"
@@ -330,7 +339,7 @@ class _Call:
             between = Output((at_once * ring.groups * part_size(GROUP, *parts, columns),), "float32")
         got = self.launcher.launch(
             self.kernel, programs,
-            (*descriptors, *self.portable.selection, tiles, *saved),
+            (*descriptors, *self.selection(by_key), tiles, *saved),
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once, *map(reciprocal, divisors)),
             [placeholder if o is None else o for o in (*outputs, between, *more)],
             dict(

@@ -7,10 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
-from jax_flash_jvp.kernels.portable import scores
+from jax_flash_jvp.kernels.portable import visibility
 from jax_flash_jvp.kernels.portable.scores import has
 
-pitch = gluon.jit(scores.pitch.fn)
+words = gluon.jit(visibility.words.fn)
 # arrays that say what is seen, as far as there are any
 Selection = namedtuple("Selection", "MASK Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS TILES")
 # of a batch entry and query head: lengths, reach to both sides, the sizes of segments and mask, and these
@@ -32,6 +32,24 @@ def masks(features, row, ragged):
 def has_loop(masked, masks, features):
     """Over the tiles that everybody sees whole, or the `masked`, which may be all."""
     return masks if masked else not (masks and "one-loop" in features.split())
+
+
+@triton.constexpr_function
+def is_matrix(name, features):
+    return {name + ":rows", name + ":columns"} <= {*features.split()}
+
+
+@triton.constexpr_function
+def only_a_mask(features):
+    """A matrix, whose bits tell what is seen."""
+    return is_matrix("mask", features) and not {"left", "right", "lengths", "segments"} & {*features.split()}
+
+
+@triton.constexpr_function
+def read_by_element(features):
+    """Segments or a vector."""
+    given = {*features.split()}
+    return "tiles" in given and ("segments" in given or not is_matrix("mask", features))
 
 
 @gluon.jit
@@ -117,14 +135,17 @@ def share(X, i_b, i_h, call, size, FEATURES: gl.constexpr, NAME: gl.constexpr):
 
 
 @gluon.jit
-def selected(selection, i_b, i_h, call, query_end, key_end, FEATURES: gl.constexpr):
-    """What `visible` reads, for this batch entry and query head."""
+def selected(selection, i_b, i_h, call, query_end, key_end, ROW: gl.constexpr, FEATURES: gl.constexpr):
+    """What `visible` and `bits` read, for this batch entry and query head."""
     LQ, LK = call.LQ, call.LK
     size = i_b.to(gl.int64) * 0 + 1
-    if has(FEATURES, "mask:rows"):
+    if is_matrix("mask", FEATURES):
+        size *= LQ if ROW else LK
+        size *= words(LK if ROW else LQ)
+    elif has(FEATURES, "mask:rows"):
         size *= LQ
-    if has(FEATURES, "mask:columns"):
-        size *= pitch(LK, FEATURES, "mask")
+    elif has(FEATURES, "mask:columns"):
+        size *= LK
     mask = share(selection.MASK, i_b, i_h, call, size, FEATURES, "mask")
     q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
     return Sight(query_end, key_end, call.left, call.right, LQ, LK, q_segments, k_segments, mask)
@@ -207,58 +228,59 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
             b_r = gl.load(K_SEGMENTS + o_r, mask=o_r < LK, other=0)
             b_c = gl.load(Q_SEGMENTS + column + o_t, mask=column + o_t < LQ, other=0)
         seen = seen & (gl.expand_dims(b_r, 1) == gl.expand_dims(b_c, 0))
-    if has(FEATURES, "mask"):
-        seen = seen & (masked_in(row, column, mask, LQ, LK, T, ROW, FEATURES, LAYOUT) != 0)
+    if has(FEATURES, "mask") and not is_matrix("mask", FEATURES):
+        if has(FEATURES, "mask:rows" if ROW else "mask:columns"):
+            b_x = gl.expand_dims(gl.load(mask + o_r, mask=o_r < (LQ if ROW else LK), other=0), 1)
+        elif has(FEATURES, "mask:columns" if ROW else "mask:rows"):
+            b_x = gl.expand_dims(gl.load(mask + column + o_t, mask=column + o_t < (LK if ROW else LQ), other=0), 0)
+        else:
+            b_x = gl.load(mask)
+        seen = seen & (b_x != 0)
     return seen
 
 
 @gluon.jit
-def masked_in(
-    row, column, mask, LQ, LK, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """The tile of a mask [1|T, 1|S], or its only row or column.  A whole tile is read along the memory's rows, and then handed
-    to the threads that need it."""
-    if has(FEATURES, "mask:rows") and has(FEATURES, "mask:columns"):
-        if ROW:
-            layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // T, T // 16], [4, 1], [1, 0])
-        else:
-            layout: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1])
-        o_r = gl.expand_dims(row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
-        o_c = gl.expand_dims(column + gl.arange(0, T, layout=gl.SliceLayout(0, layout)), 0)
-        o_m, o_n = (o_r, o_c) if ROW else (o_c, o_r)
-        n = pitch(LK, FEATURES, "mask")
-        b_x = gl.load(mask + (o_m.to(gl.int64) * n + o_n), mask=(o_m < LQ) & (o_n < n), other=0)
-        return gl.convert_layout(b_x.to(gl.int8), LAYOUT)
-    elif has(FEATURES, "mask:rows" if ROW else "mask:columns"):
-        o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        return gl.expand_dims(gl.load(mask + o_r, mask=o_r < (LQ if ROW else LK), other=0), 1)
-    elif has(FEATURES, "mask:columns" if ROW else "mask:rows"):
-        o_c = column + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
-        return gl.expand_dims(gl.load(mask + o_c, mask=o_c < (LK if ROW else LQ), other=0), 0)
-    else:
-        return gl.load(mask)
+def bits(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, LAYOUT: gl.constexpr):
+    """[GROUP_ROWS, T]: for each element of a packed mask (`pack`) the word that has its bit, shifted by what depends on the
+    thread."""
+    n_rows, n_columns = (sight.LQ, sight.LK) if ROW else (sight.LK, sight.LQ)
+    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    p_words = sight.mask + (o_r.to(gl.int64) * words(n_columns) + column // 32)
+    o_c, o_x = column_numbers(T, LAYOUT)
+    b_bits = gl.zeros([GROUP_ROWS, T], gl.int32, LAYOUT)
+    for i in gl.static_range(T // 32):
+        b_word = gl.load(p_words + i, mask=o_r < n_rows, other=0)
+        b_bits = gl.where(o_c >= 32 * i, gl.expand_dims(b_word, 1) >> o_x, b_bits)
+    return b_bits
 
 
 @gluon.jit
 def looked_up(
     row, column, sight, T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """What is `visible` for `hide`, as far as that takes loads: to be asked for before a product is waited for."""
-    if MASKED and has(FEATURES, "tiles"):
-        return visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
-    else:
-        return 0
+    """What `hide` needs to know, as far as that takes loads: to be asked for before a product is waited for."""
+    seen, b_bits = 0, 0
+    if MASKED and read_by_element(FEATURES):
+        seen = visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
+    if MASKED and is_matrix("mask", FEATURES):
+        b_bits = bits(row, column, sight, T, ROW, LAYOUT)
+    return seen, b_bits
 
 
 @gluon.jit
 def hide(
-    b_s, seen, row, column, sight,
+    b_s, looked, row, column, sight,
     T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, −∞ where a key is hidden."""
     if MASKED:
-        if not has(FEATURES, "tiles"):
+        seen, b_bits = looked
+        if not read_by_element(FEATURES):
             seen = visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
+        if is_matrix("mask", FEATURES):
+            o_c, _ = column_numbers(T, LAYOUT)
+            shown = (b_bits & (1 << (o_c & 31))) != 0
+            seen = shown if only_a_mask(FEATURES) else seen & shown
         b_s = gl.where(seen, b_s, -float("inf"))
     return b_s
 

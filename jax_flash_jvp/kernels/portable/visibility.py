@@ -126,6 +126,12 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
 
 
 @triton.jit
+def words(L):
+    """Those of a row of as many bits, see `pack`: of so many tiles, whole."""
+    return (L + 127) // 128 * 4
+
+
+@triton.jit
 def extent(SEGMENTS, start, L, B: tl.constexpr):
     """(lowest, highest) of the segments of B rows."""
     o_x = start + tl.arange(0, B)
@@ -182,6 +188,41 @@ def look_at_tiles(
         something &= tl.max(tl.max(b_some.to(tl.int32), 1), 0) != 0
         everything &= tl.min(tl.min((b_all | (o_m >= LQ)).to(tl.int32), 1), 0) != 0
     tl.store(SEEN + i_bh * n_m * n_n + i_tile, something.to(tl.int32) + (everything & something).to(tl.int32))
+
+
+@triton.jit
+def in_words(b_x, AXIS: tl.constexpr):
+    """Of 0 and 1, 32 along the last axis, or the one before it, as the bits of a word, the first the lowest."""
+    M: tl.constexpr = b_x.shape[0]
+    N: tl.constexpr = b_x.shape[1]
+    o_bit = tl.arange(0, 32)
+    if AXIS == 1:
+        return tl.sum(b_x.reshape([M, N // 32, 32]) << o_bit[None, None, :], 2)
+    else:
+        return tl.sum(b_x.reshape([M // 32, 32, N]) << o_bit[None, :, None], 1)
+
+
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
+def pack(MASK, LQ, LK, BITS, BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
+    """The matrices [T, S] of a mask as bits: `words` of keys for each query, or BY_KEY of queries for each key.  A program packs
+    a tile."""
+    LQ, LK = aligned(LQ, LK, FEATURES)
+    n_m, n_n = tl.cdiv(LQ, BM), tl.cdiv(LK, BN)
+    i_x = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
+    i_tile = tl.program_id(0) % (n_m * n_n)
+    o_m = i_tile // n_n * BM + tl.arange(0, BM)[:, None]
+    o_n = i_tile % n_n * BN + tl.arange(0, BN)[None, :]
+    n = pitch(LK, FEATURES, "mask")
+    b_x = tl.load(MASK + i_x * LQ * n + (o_m.to(tl.int64) * n + o_n), mask=(o_m < LQ) & (o_n < n), other=0)
+    b_x = (b_x != 0).to(tl.int32)
+    if BY_KEY:
+        o_w = i_tile // n_n * (BM // 32) + tl.arange(0, BM // 32)[:, None]
+        n_words = words(LQ)
+        tl.store(BITS + (i_x * LK + o_n) * n_words + o_w, in_words(b_x, 0), mask=(o_n < LK) & (o_w < n_words))
+    else:
+        o_w = i_tile % n_n * (BN // 32) + tl.arange(0, BN // 32)[None, :]
+        n_words = words(LK)
+        tl.store(BITS + (i_x * LQ + o_m) * n_words + o_w, in_words(b_x, 1), mask=(o_m < LQ) & (o_w < n_words))
 
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
