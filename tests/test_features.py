@@ -390,6 +390,9 @@ MUTANTS = {
     "segments-of-keys": (visibility, "b_seen &= b_queries == tl", "b_seen &= b_queries >= tl", "segments"),
     "tile-not-listed": (visibility, "mask=o_t < n_tiles, other", "mask=o_t < n_tiles - 1, other", "mask"),
     "tile-not-whole": (visibility, "(everything & something)", "something", "mask"),
+    "bits-ignored": (visibility, "b_bits & (1 <<", "b_bits | (1 <<", "mask"),
+    "bits-of-other-columns": (visibility, "words(n_columns) + first // 32", "words(n_columns) + first // 64", "mask"),
+    "bits-of-another-batch": (visibility, "1, tl.int64) * (LK if", "0, tl.int64) * (LK if", "mask"),
     "word-not-whole": (visibility, "b_four == 0x01010101", "b_four != 0", "mask-in-words"),
 }  # fmt: skip
 

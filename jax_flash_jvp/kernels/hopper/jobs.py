@@ -13,7 +13,6 @@ from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, column_widths
 from jax_flash_jvp.kernels.hopper.work import DIVISIBLE, TOGETHER, reciprocal
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
-from jax_flash_jvp.kernels.portable import visibility
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
 from jax_flash_jvp.kernels.portable.tiles import Tile
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
@@ -41,7 +40,6 @@ DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # takes to stream so many rows, for each part of a block but one.
 PART = {"forward": 256, "backward": 160}
 UNLIKE = {"left", "right", "lengths", "tiles"}  # words of what makes blocks differ
-PACKED = {False: (64, 128), True: (128, 64)}  # tiles of a mask in `pack`, by key or not
 STATISTICS = " statistics"  # the word for a query side that makes those of its rows
 
 
@@ -175,7 +173,7 @@ def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = _width(head_dim)
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
-    if job == "forward" and ((x.mask is not None and width == 64) or (x.query_segments is not None and width <= 64)):
+    if job == "forward" and x.query_segments is not None and width <= 64:
         return False
     return min(queries, keys) >= (FROM_IF_MANY if many else FROM)[width][job]
 
@@ -199,7 +197,6 @@ class _Call:
         self.alike = not UNLIKE & self.words  # all blocks
         # are blocks taken from a counter?
         self.counted = not self.alike and (lists_counted or "tiles" not in self.words)
-        self.packed: dict[bool, Any] = {}  # the mask, see `selection`
         if self.portable.reach[1] < 0 or (UNLIKE - {"right"}) & self.words:  # rows may see nothing
             self.features += " empty"
         self.scalars = (*self.portable.sizes, *self.portable.reach)
@@ -254,22 +251,6 @@ class _Call:
             if few or "tiles" in self.words or (ring in WITH_TWO and not self.alike) or two * PAIR_FOR_THREE < three:
                 return pair
         return ring
-
-    def selection(self, by_key: bool) -> tuple:
-        """What says what is seen; of a mask with rows and columns the bits."""
-        mask, *others = self.portable.selection
-        if not {"mask:rows", "mask:columns"} <= self.words:
-            return mask, *others
-        if by_key not in self.packed:
-            (n_rows, n_columns), (block_m, block_n) = self.portable.sizes[2:], PACKED[by_key]
-            words, matrices = visibility.words.fn, mask.shape[0] * mask.shape[1]
-            shape = (n_columns, words(n_rows)) if by_key else (n_rows, words(n_columns))
-            programs = matrices * triton.cdiv(n_rows, block_m) * triton.cdiv(n_columns, block_n)
-            (self.packed[by_key],) = self.launcher.launch(
-                visibility.pack, programs, (mask,), (n_rows, n_columns), [Output((matrices, *shape), "int32")],
-                dict(BM=block_m, BN=block_n, BY_KEY=by_key, FEATURES=self.portable.features), 4, 1,
-            )  # fmt: skip
-        return self.packed[by_key], *others
 
     def rows(self, *arrays: tuple[Any, int]) -> list[Rows]:
         """The descriptors of arrays in tiles of so many rows: of the first part of their channels, then of the second."""
@@ -339,7 +320,7 @@ class _Call:
             between = Output((at_once * ring.groups * part_size(GROUP, *parts, columns),), "float32")
         got = self.launcher.launch(
             self.kernel, programs,
-            (*descriptors, *self.selection(by_key), tiles, *saved),
+            (*descriptors, *self.portable.selected(by_key), tiles, *saved),
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once, *map(reciprocal, divisors)),
             [placeholder if o is None else o for o in (*outputs, between, *more)],
             dict(

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
 from jax_flash_jvp.kernels.portable import visibility
 from jax_flash_jvp.kernels.portable.scores import has
+from jax_flash_jvp.kernels.portable.visibility import is_matrix
 
 words = gluon.jit(visibility.words.fn)
 # arrays that say what is seen, as far as there are any
@@ -32,11 +33,6 @@ def masks(features, row, ragged):
 def has_loop(masked, masks, features):
     """Over the tiles that everybody sees whole, or the `masked`, which may be all."""
     return masks if masked else not (masks and "one-loop" in features.split())
-
-
-@triton.constexpr_function
-def is_matrix(name, features):
-    return {name + ":rows", name + ":columns"} <= {*features.split()}
 
 
 @triton.constexpr_function

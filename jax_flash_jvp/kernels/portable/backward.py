@@ -142,7 +142,7 @@ def key_side(
         o_offset = (i_b * LQ * HQ + i_hq) * DV
         bias, t_bias, sight, head_seeds = selected(
             BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
-            i_b, i_hq, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
+            i_b, i_hq, HQ, GROUP, LQ, LK, query_end, key_end, left, right, True, FEATURES,
         )  # fmt: skip
         tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_hq, HQ, GROUP, i_n, n_n, tl.cdiv(LQ, BM), FEATURES)
         for PHASE in tl.static_range(3):
@@ -159,7 +159,7 @@ def key_side(
                     b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                     b_p = tl.math.exp2(b_s - lse2[None, :])
                     if PHASE > 0:
-                        b_p = tl.where(visible(o_m, o_n, sight, FEATURES), b_p, 0.0)
+                        b_p = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_p, 0.0)
                     b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                     b_pv = thinned(b_p, b_kept, FEATURES)
                     if HAS_TQ:
@@ -242,7 +242,7 @@ def query_side(
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, t_bias, sight, head_seeds = selected(
         BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
-        i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
+        i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, False, FEATURES,
     )  # fmt: skip
 
     o_r = tl.arange(0, BM)
@@ -280,7 +280,7 @@ def query_side(
                 b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                 b_p = tl.math.exp2(b_s - lse2[:, None])
                 if PHASE > 0:
-                    b_p = tl.where(visible(o_m, o_n, sight, FEATURES), b_p, 0.0)
+                    b_p = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_p, 0.0)
                 b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                 b_ds = -delta[:, None]
                 if HAS_DO:

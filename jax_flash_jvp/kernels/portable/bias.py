@@ -82,7 +82,7 @@ def score_side(
         query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
         bias, t_bias, sight, head_seeds = selected(
             BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
-            i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
+            i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, False, FEATURES,
         )  # fmt: skip
         row = i_m * BM
         column = i_n * BN
@@ -96,7 +96,7 @@ def score_side(
         b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
         b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
         b_p = tl.math.exp2(b_s - tl.load(LSE2 + x, mask=m_x, other=float("inf"))[:, None])
-        b_p = tl.where(visible(o_m, o_n, sight, FEATURES), b_p, 0.0)
+        b_p = tl.where(visible(o_m, o_n, column, sight, FEATURES), b_p, 0.0)
         b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
         b_ds = -tl.load(DELTA + x, mask=m_x, other=0.0)[:, None]
         if HAS_DO:

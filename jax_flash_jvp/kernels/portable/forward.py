@@ -73,7 +73,7 @@ def forward(
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, t_bias, sight, head_seeds = selected(
         BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
-        i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES,
+        i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, False, FEATURES,
     )  # fmt: skip
 
     o_r = tl.arange(0, BM)
@@ -120,7 +120,7 @@ def forward(
                 if LINEAR or PHASE > 0 or has(FEATURES, "bias") or has(FEATURES, "cap"):
                     b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                     if PHASE > 0:
-                        b_s = tl.where(visible(o_m, o_n, sight, FEATURES), b_s, -float("inf"))
+                        b_s = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_s, -float("inf"))
                 if LINEAR:
                     m_new = b_m
                     b_p = tl.math.exp2(b_s - b_m[:, None])

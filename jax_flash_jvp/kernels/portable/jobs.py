@@ -76,6 +76,7 @@ class _Call:
         self.features = features(problem, x)
         self.bias = self.padded(x.bias)
         self.selection = (self.padded(x.mask), x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
+        self.packed: dict[bool, Any] = {}  # the mask, by query or by key
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
             self.value_constants, D=self.head_dim, FEATURES=self.features,
@@ -120,7 +121,7 @@ class _Call:
         placeholder = Output((1,), "float32")
         length, block = (self.query_length, tile.block_m) if by_key else (self.key_length, tile.block_n)
         ragged = bool(length % block) or "lengths" in self.features
-        given = (*inputs, self.bias, tx.bias, *self.selection, self.x.seed, self.tiles(tile, by_key))
+        given = (*inputs, self.bias, tx.bias, *self.selected(by_key), self.x.seed, self.tiles(tile, by_key))
         got = self.launcher.launch(
             kernel, programs, given, self.scalars, [placeholder if o is None else o for o in outputs],
             dict(
@@ -128,6 +129,22 @@ class _Call:
             ), tile.num_warps, tile.num_stages, registers=tile.registers,
         )  # fmt: skip
         return tuple(None if o is None else a for o, a in zip(outputs, got, strict=True))
+
+    def selected(self, by_key: bool) -> tuple:
+        """`selection`, of a mask with rows and columns the bits."""
+        mask, *others = self.selection
+        if not {"mask:rows", "mask:columns"} <= {*self.features.split()}:
+            return self.selection
+        if by_key not in self.packed:
+            rows, columns = (self.key_length, self.query_length) if by_key else (self.query_length, self.key_length)
+            block_m, block_n = (128, 64) if by_key else (64, 128)
+            matrices, words = mask.shape[0] * mask.shape[1], visibility.words.fn(columns)
+            programs = matrices * triton.cdiv(self.query_length, block_m) * triton.cdiv(self.key_length, block_n)
+            (self.packed[by_key],) = self.launcher.launch(
+                visibility.pack, programs, (mask,), self.sizes[2:], [Output((matrices, rows, words), "int32")],
+                dict(BM=block_m, BN=block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1,
+            )  # fmt: skip
+        return self.packed[by_key], *others
 
     def tiles(self, tile: Tile, by_key: bool) -> Any:
         """The list of the tiles in which a mask or segments leave something to see; None without these."""
@@ -245,7 +262,7 @@ def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], 
     placeholder = Output((1,), "float32")
     got = call.launcher.launch(
         bias_kernels.score_side, blocks * shape[0] * shape[1],
-        (*inputs, call.bias, tx.bias, *call.selection, call.x.seed), (*call.scalars, *shared),
+        (*inputs, call.bias, tx.bias, *call.selected(False), call.x.seed), (*call.scalars, *shared),
         [Output(shape, dtype) if w else placeholder for w in want],
         dict(
             call.constants, BM=t.block_m, BN=t.block_n, WANT=want[0], WANT_T=want[1], **has_tangents(tx), **has

@@ -11,9 +11,36 @@ import triton.language as tl
 from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, has, lengths, load_scores, matrix, pitch, share
 
 
+@triton.constexpr_function
+def is_matrix(name, features):
+    """Has it rows and columns?"""
+    return {name + ":rows", name + ":columns"} <= {*features.split()}
+
+
 @triton.jit
-def visible(o_m, o_n, sight, FEATURES: tl.constexpr):
-    """Which of the keys o_n the queries o_m see."""
+def words(L):
+    """Those of a row of L bits, see `pack`."""
+    return (L + 127) // 128 * 4
+
+
+@triton.jit
+def bits(mask, o_r, o_c, first, n_rows, n_columns):
+    """[R, C]: is the bit of row o_r and column o_c, which begin at `first`, set in a packed mask?  What of a column's number does
+    not depend on the thread, in products' layout, is a constant of the code."""
+    C: tl.constexpr = o_c.shape[1]
+    p_words = mask + o_r.to(tl.int64) * words(n_columns) + first // 32
+    o_x = tl.arange(0, C)[None, :]
+    shift = (o_x & 6) + first % 32 if C < 32 else o_x & 6
+    o_x = o_x & ~6
+    b_bits = tl.load(p_words, mask=o_r < n_rows, other=0) >> shift
+    for i in tl.static_range(1, C // 32):
+        b_bits = tl.where(o_x >= 32 * i, tl.load(p_words + i, mask=o_r < n_rows, other=0) >> shift, b_bits)
+    return (b_bits & (1 << (o_x & 31))) != 0
+
+
+@triton.jit
+def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
+    """Which of the keys o_n the queries o_m see.  `first`: of those that are columns, not rows."""
     LQ, LK, query_end, key_end, left, right, Q_SEGMENTS, K_SEGMENTS, mask = sight
     if has(FEATURES, "right"):
         b_seen = (o_n < key_end) & (o_n <= o_m + right)
@@ -26,7 +53,12 @@ def visible(o_m, o_n, sight, FEATURES: tl.constexpr):
     if has(FEATURES, "segments"):
         b_queries = tl.load(Q_SEGMENTS + o_m, mask=o_m < LQ, other=0)
         b_seen &= b_queries == tl.load(K_SEGMENTS + o_n, mask=o_n < LK, other=0)
-    if has(FEATURES, "mask"):
+    if is_matrix("mask", FEATURES):
+        if o_m.shape[1] == 1:
+            b_seen &= bits(mask, o_m, o_n, first, LQ, LK)
+        else:
+            b_seen &= bits(mask, o_n, o_m, first, LK, LQ)
+    elif has(FEATURES, "mask"):
         b_seen &= load_scores(mask, o_m, o_n, LQ, LK, FEATURES, "mask") != 0
     return b_seen
 
@@ -123,12 +155,6 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
         return p_tiles + 2, tl.load(p_tiles), tl.load(p_tiles + 1)
     else:
         return TILES, 0, 0
-
-
-@triton.jit
-def words(L):
-    """Those of a row of as many bits, see `pack`: of so many tiles, whole."""
-    return (L + 127) // 128 * 4
 
 
 @triton.jit
@@ -290,11 +316,15 @@ def thinned(b_x, b_kept, FEATURES: tl.constexpr):
 @triton.jit
 def selected(
     BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
-    i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, FEATURES: tl.constexpr,
+    i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """(bias, its tangent, what `visible` reads, what `kept` hashes) of this batch entry and query head."""
     bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
     t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-    mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
+    if is_matrix("mask", FEATURES):
+        size = tl.full([], 1, tl.int64) * (LK if BY_KEY else LQ) * words(LQ if BY_KEY else LK)
+        mask = share(MASK, i_b, i_h, HQ, GROUP, size, FEATURES, "mask")
+    else:
+        mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
     sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
     return bias, t_bias, sight, seeds(SEED, i_b, i_h, FEATURES)
