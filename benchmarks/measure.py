@@ -14,7 +14,7 @@ import numpy as np
 PRODUCTS = {"forward": 2, "forward + JVP": 6, "backward": 5, "dual backward": 15}
 SCORES = 2**26  # of a head, that the float64 computation holds at a time
 MATMUL = "bf16 matrix product"
-# and how much of the products each leaves
+# what attention may have, and how much of the products it leaves
 FEATURES = {"none": 1, "causal": 1 / 2, "mask": 1, "padding": 3 / 4, "bias": 1}
 
 
@@ -104,10 +104,10 @@ class Oracle:
         axis, parts = self.framework.ROWS, []
         length = self.arrays[0].shape[axis]
         step = max(1, SCORES // length)
+        whole = lambda a: a is True or a.shape[2] == 1
         for first in range(0, length, step):
             rows = indices(axis, slice(first, first + step))
             some = [a[rows] if i in (0, 3, 6, 7) else a for i, a in enumerate(self.arrays)]
-            whole = lambda a: a is True or a.shape[2] == 1
             extra = {name: a if whole(a) else a[indices(2, rows[axis])] for name, a in self.extra.items()}
             parts.append(self.framework.naive(self.job, extra, some, first, **how))
         of_keys = self.job.endswith("backward")

@@ -237,8 +237,8 @@ class _Call:
         return whole + (rest > 0), 0
 
     def ring(self, ring: Ring, by_key: bool = False) -> Ring:
-        """For this call: loops may be short or long, blocks of which there are lists have a power
-        of two of rows, and two warpgroups may leave fewer multiprocessors without a block than three."""
+        """For this call: loops may be short or long, blocks of which there are lists have a power of two of rows, and two
+        warpgroups may leave fewer multiprocessors without a block than three."""
         seen = self.seen(by_key)
         if not self.alike and self.x.mask is None and (seen <= SHORT or "tiles" in self.words):
             ring = IN_SHORT_LOOPS.get(ring, ring)

@@ -133,7 +133,7 @@ class _Call:
     def selected(self, by_key: bool) -> tuple:
         """`selection`, of a mask with rows and columns the bits."""
         mask, *others = self.selection
-        if not {"mask:rows", "mask:columns"} <= {*self.features.split()}:
+        if not visibility.is_matrix("mask", self.features):
             return self.selection
         if by_key not in self.packed:
             rows, columns = (self.key_length, self.query_length) if by_key else (self.query_length, self.key_length)

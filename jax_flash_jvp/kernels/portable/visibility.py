@@ -13,7 +13,7 @@ from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, has, length
 
 @triton.constexpr_function
 def is_matrix(name, features):
-    """Has it rows and columns?"""
+    """Has this array, of the FEATURES, rows and columns?"""
     return {name + ":rows", name + ":columns"} <= {*features.split()}
 
 
@@ -40,7 +40,7 @@ def bits(mask, o_r, o_c, first, n_rows, n_columns):
 
 @triton.jit
 def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
-    """Which of the keys o_n the queries o_m see.  `first`: of those that are columns, not rows."""
+    """Which of the keys o_n the queries o_m see.  `first`: the first of those along the columns of the result."""
     LQ, LK, query_end, key_end, left, right, Q_SEGMENTS, K_SEGMENTS, mask = sight
     if has(FEATURES, "right"):
         b_seen = (o_n < key_end) & (o_n <= o_m + right)
