@@ -268,13 +268,13 @@ def test_edges(case):
 def test_masks_are_packed(T, S, by_key):
     """Bit i of word w is what stands at 32 w + i, of rows of whole words, four at a time; zeros behind it."""
     mask = np.random.default_rng(T + S).random((3, T, S)) < 0.5
-    padded, turned = np.pad(mask, ((0, 0), (0, 0), (0, -S % 16))), mask.swapaxes(1, 2) if by_key else mask
+    turned = mask.swapaxes(1, 2) if by_key else mask
     rows, columns = turned.shape[1:]
     packed = np.full((3, rows, -(-columns // 128) * 4), -1, np.int32)
     tile = dict(BM=128 if by_key else 16, BN=16 if by_key else 128)
     programs = 3 * -(-T // tile["BM"]) * -(-S // tile["BN"])
     words = "mask mask:rows mask:columns"
-    interpret.launch(visibility.pack, (programs,), padded, T, S, packed, **tile, BY_KEY=by_key, FEATURES=words)
+    interpret.launch(visibility.pack, (programs,), mask, T, S, packed, **tile, BY_KEY=by_key, FEATURES=words)
     bits = (packed[..., None] >> np.arange(32) & 1).reshape(3, rows, -1)
     np.testing.assert_array_equal(bits[..., :columns], turned)
     assert not bits[..., columns:].any()
@@ -302,10 +302,12 @@ def test_tiles_are_looked_at(kind, by_key):
             if limit is not None:
                 words.append(word)
                 seen &= inside
-        n_m, n_n, padded = -(-T // 16), -(-S // 16), np.pad(mask, ((0, 0), (0, -S % 16)))
+        n_m, n_n, turned = -(-T // 16), -(-S // 16), mask.T if by_key else mask
+        whole_words = np.pad(np.ascontiguousarray(turned), ((0, 0), (0, -turned.shape[1] % 128)))
+        packed = np.packbits(whole_words, 1, "little").view(np.int32)
         said = np.full((n_n, n_m) if by_key else (n_m, n_n), -1, np.int32)
         interpret.launch(
-            visibility.look_at_tiles, (n_m * n_n,), padded, lengths(queries or T), lengths(keys or S),
+            visibility.look_at_tiles, (n_m * n_n,), packed, lengths(queries or T), lengths(keys or S),
             q_segments, k_segments, 1, 1, T, S, left or 0, right or 0, 1, said,
             BM=16, BN=16, BY_KEY=by_key, FEATURES=" ".join(words),
         )  # fmt: skip
@@ -393,7 +395,7 @@ MUTANTS = {
     "bits-ignored": (visibility, "b_bits & (1 <<", "b_bits | (1 <<", "mask"),
     "bits-of-other-columns": (visibility, "words(n_columns) + first // 32", "words(n_columns) + first // 64", "mask"),
     "bits-of-another-batch": (visibility, "1, tl.int64) * (LK if", "0, tl.int64) * (LK if", "mask"),
-    "word-not-whole": (visibility, "b_four == 0x01010101", "b_four != 0", "mask-in-words"),
+    "word-not-whole": (visibility, "b_word == b_there", "b_word != 0", "mask-in-words"),
 }  # fmt: skip
 
 

@@ -66,12 +66,15 @@ from jax_flash_jvp.kernels.hopper.products import (
 from jax_flash_jvp.kernels.hopper.visibility import (
     Bounds,
     Selection,
+    bits,
+    first_tile,
     has_loop,
     hide,
     key_bounds,
     lengths,
     looked_up,
     masks,
+    next_tile,
     range_of,
     selected,
     tile_at,
@@ -449,8 +452,10 @@ def consume_block(
                 t_first, t_end = range_of(visits, MASKED)
                 if DEFERRED:
                     last = gl.convert_layout(zero.to(dtype), p_l)  # there is no tile before the first
+                upcoming = first_tile(visits, MASKED, FEATURES)
                 for t in range(t_first, t_end):
-                    j = tile_at(t, visits, MASKED, FEATURES)
+                    j, upcoming = next_tile(t, upcoming, visits, MASKED, FEATURES)
+                    b_bits = bits(a_start, j * T, sight, T, ROW, MASKED, FEATURES, s_l)
                     # an index that the compiler cannot fold: else it keeps every resident descriptor in registers
                     z = own_rows + (tick >> 30)
                     a = matrix(memory.a, z)
@@ -507,7 +512,7 @@ def consume_block(
                     b_ts = zero
                     if USE_TB:
                         b_s, b_ts = halves(b_s)
-                    b_s = hide(b_s, seen, a_start, j * T, sight, T, ROW, MASKED, FEATURES, s_l)
+                    b_s = hide(b_s, seen, b_bits, a_start, j * T, sight, T, ROW, MASKED, FEATURES, s_l)
                     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
                     if N_P > 0:
                         p = gl.convert_layout(b_p.to(dtype), p_l)

@@ -62,12 +62,15 @@ from jax_flash_jvp.kernels.hopper.products import (
 from jax_flash_jvp.kernels.hopper.visibility import (
     Bounds,
     Selection,
+    bits,
+    first_tile,
     has_loop,
     hide,
     key_bounds,
     lengths,
     looked_up,
     masks,
+    next_tile,
     range_of,
     selected,
     tile_at,
@@ -194,7 +197,7 @@ def is_constant(x):
 
 
 @gluon.jit
-def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, MASKED: gl.constexpr, options):
+def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, b_bits, MASKED: gl.constexpr, options):
     """q kᵀ [64, BN], −∞ where k is hidden, and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk.  Ends a
     turn, but for the first scores, which come before any (not `later`)."""
     C: gl.constexpr = options.C
@@ -229,7 +232,7 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, MASKED: 
         b_ts *= one  # sums that no instruction begins are serialised by the assembler
         if HAS_TQ:
             b_ts = score_product(tq, k, b_ts, True)
-    return hide(b_s, seen, row, k_row, sight, BN, True, MASKED, FEATURES, s_l), b_ts
+    return hide(b_s, seen, b_bits, row, k_row, sight, BN, True, MASKED, FEATURES, s_l), b_ts
 
 
 @gluon.jit
@@ -291,8 +294,10 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     for MASKED in gl.static_range(2):
         if has_loop(MASKED, options.MASKS, FEATURES):
             t_first, t_end = range_of(visits, MASKED)
+            upcoming = first_tile(visits, MASKED, FEATURES)
             for t in range(t_first, t_end):
-                j = tile_at(t, visits, MASKED, FEATURES)
+                j, upcoming = next_tile(t, upcoming, visits, MASKED, FEATURES)
+                b_bits = bits(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
                 # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
                 q = matrix(memory.q, own_queries + (tick >> 30))
                 v_at = advance(k_at, SLOTS)
@@ -303,7 +308,9 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
                 wait(full, k_at)
                 tq = matrix(memory.tq, own_queries + (tick >> 30))
                 later = tick > first_tick
-                b_s, b_ts = scores(q, tq, kk, next_turn, later, tick, scale, row, j * BN, sight, MASKED, options)
+                b_s, b_ts = scores(
+                    q, tq, kk, next_turn, later, tick, scale, row, j * BN, sight, b_bits, MASKED, options
+                )
                 if LINEAR:
                     b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
                     b_pl = gl.sum(b_p, 1)
@@ -423,21 +430,24 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
         if has_loop(MASKED, options.MASKS, FEATURES) and t_first < t_end:
             # for this loop alone: what both use, the assembler of Triton 3.6 may work out before the first and then pass over
             q = matrix(memory.q, own_queries + (tick >> 30) if options.BUFFERS > 1 else own_queries)
+            upcoming = first_tile(visits, MASKED, FEATURES)
+            j, upcoming = next_tile(t_first, upcoming, visits, MASKED, FEATURES)
+            b_bits = bits(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             wait(full, k_at)
             k = matrix(ring, k_at.slot)
-            j = tile_at(t_first, visits, MASKED, FEATURES)
             b_s = score_product(q, k, zero, False)
             seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             give_back(empty, k_at)
-            b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
+            b_s = hide(b_s, seen, b_bits, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
             b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, scale, 0)
             b_o = scaled(b_o, alpha)
             pairs = packed(b_p, memory.q[0].dtype)
             v_at = advance(k_at, SLOTS)
             for t in range(t_first + 1, t_end):
                 v_row = j * BN
-                j = tile_at(t, visits, MASKED, FEATURES)
+                j, upcoming = next_tile(t, upcoming, visits, MASKED, FEATURES)
+                b_bits = bits(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
                 k_at = advance(v_at, SLOTS)
                 wait(full, k_at)
                 if TURNS:
@@ -457,7 +467,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
                 seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 give_back(empty, k_at)
-                b_s = hide(b_s, seen, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
+                b_s = hide(b_s, seen, b_bits, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
                 b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, scale, 0)
                 b_o, p = settled(b_o, p)
                 give_back(empty, v_at)

@@ -187,6 +187,32 @@ def tile_at(t, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
 
 
 @gluon.jit
+def listed(t, visits, MASKED: gl.constexpr):
+    """`tile_at`, or nothing behind the last."""
+    at = visits.plain_end + t if MASKED else t
+    _, end = range_of(visits, MASKED)
+    return gl.load(visits.start + at, mask=t < end, other=0)
+
+
+@gluon.jit
+def first_tile(visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
+    """What `next_tile` is told at first."""
+    if has(FEATURES, "tiles"):
+        return listed(range_of(visits, MASKED)[0], visits, MASKED)
+    else:
+        return 0
+
+
+@gluon.jit
+def next_tile(t, upcoming, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
+    """(the t-th tile, the one behind it): that of a list is asked for a tile ahead, as what is read of a mask waits for it."""
+    if has(FEATURES, "tiles"):
+        return upcoming, listed(t + 1, visits, MASKED)
+    else:
+        return tile_at(t, visits, MASKED, FEATURES), upcoming
+
+
+@gluon.jit
 def column_numbers(T: gl.constexpr, LAYOUT: gl.constexpr):
     """[1, T], numbers of the columns of a product as sums: of constants, which take no register, and of what depends on the
     thread alone."""
@@ -236,41 +262,43 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
 
 
 @gluon.jit
-def bits(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, LAYOUT: gl.constexpr):
+def bits(
+    row, column, sight, T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
     """[GROUP_ROWS, T]: for each element of a packed mask (`pack`) the word that has its bit, shifted by what depends on the
-    thread."""
-    n_rows, n_columns = (sight.LQ, sight.LK) if ROW else (sight.LK, sight.LQ)
-    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    p_words = sight.mask + (o_r.to(gl.int64) * words(n_columns) + column // 32)
-    o_c, o_x = column_numbers(T, LAYOUT)
-    b_bits = gl.zeros([GROUP_ROWS, T], gl.int32, LAYOUT)
-    for i in gl.static_range(T // 32):
-        b_word = gl.load(p_words + i, mask=o_r < n_rows, other=0)
-        b_bits = gl.where(o_c >= 32 * i, gl.expand_dims(b_word, 1) >> o_x, b_bits)
-    return b_bits
+    thread; to be asked for as soon as a tile is known."""
+    if MASKED and is_matrix("mask", FEATURES):
+        n_rows, n_columns = (sight.LQ, sight.LK) if ROW else (sight.LK, sight.LQ)
+        o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        p_words = sight.mask + (o_r.to(gl.int64) * words(n_columns) + column // 32)
+        o_c, o_x = column_numbers(T, LAYOUT)
+        b_bits = gl.zeros([GROUP_ROWS, T], gl.int32, LAYOUT)
+        for i in gl.static_range(T // 32):
+            b_word = gl.load(p_words + i, mask=o_r < n_rows, other=0)
+            b_bits = gl.where(o_c >= 32 * i, gl.expand_dims(b_word, 1) >> o_x, b_bits)
+        return b_bits
+    else:
+        return 0
 
 
 @gluon.jit
 def looked_up(
     row, column, sight, T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """What `hide` needs to know, as far as that takes loads: to be asked for before a product is waited for."""
-    seen, b_bits = 0, 0
+    """What is `visible`, as far as that takes loads: to be asked for before a product is waited for."""
     if MASKED and read_by_element(FEATURES):
-        seen = visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
-    if MASKED and is_matrix("mask", FEATURES):
-        b_bits = bits(row, column, sight, T, ROW, LAYOUT)
-    return seen, b_bits
+        return visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
+    else:
+        return 0
 
 
 @gluon.jit
 def hide(
-    b_s, looked, row, column, sight,
+    b_s, seen, b_bits, row, column, sight,
     T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, −∞ where a key is hidden."""
     if MASKED:
-        seen, b_bits = looked
         if not read_by_element(FEATURES):
             seen = visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
         if is_matrix("mask", FEATURES):

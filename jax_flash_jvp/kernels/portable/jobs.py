@@ -75,7 +75,7 @@ class _Call:
         )  # fmt: skip
         self.features = features(problem, x)
         self.bias = self.padded(x.bias)
-        self.selection = (self.padded(x.mask), x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
+        self.selection = (x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
         self.packed: dict[bool, Any] = {}  # the mask, by query or by key
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
@@ -104,7 +104,7 @@ class _Call:
         return tuple(None if a is None else self.launcher.round_to_tf32(a) for a in arrays)
 
     def padded(self, matrix: Any) -> Any:
-        """A bias or a mask, the rows of a matrix [T, S] filled up, so that several elements are read at a time."""
+        """A bias, the rows of a matrix [T, S] filled up, so that several elements are read at a time."""
         if matrix is None or 1 in matrix.shape[2:] or matrix.shape[3] % ALIGNED == 0:
             return matrix
         return self.launcher.padded(matrix, -matrix.shape[3] % ALIGNED)
@@ -158,7 +158,7 @@ class _Call:
         if batch * heads * n_blocks * (n_tiles + 2) >= 2**31:
             raise NotImplementedError("lists of tiles for so many scores would hold more than 2³¹ numbers")
         (seen,) = self.launcher.launch(
-            visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selection,
+            visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selected(by_key),
             (*self.sizes, *self.reach, heads), [Output((batch, heads, n_blocks, n_tiles), "int32")],
             dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1, registers=80,
         )  # fmt: skip

@@ -8,7 +8,7 @@ loops (`key_bounds`, `query_bounds`); segments and masks are looked through befo
 import triton
 import triton.language as tl
 
-from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, has, lengths, load_scores, matrix, pitch, share
+from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, has, lengths, load_scores, matrix, share
 
 
 @triton.constexpr_function
@@ -21,6 +21,16 @@ def is_matrix(name, features):
 def words(L):
     """Those of a row of L bits, see `pack`."""
     return (L + 127) // 128 * 4
+
+
+@triton.jit
+def mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
+    """`matrix`, packed where it has rows and columns."""
+    if is_matrix("mask", FEATURES):
+        size = tl.full([], 1, tl.int64) * (LK if BY_KEY else LQ) * words(LQ if BY_KEY else LK)
+        return share(MASK, i_b, i_h, HQ, GROUP, size, FEATURES, "mask")
+    else:
+        return matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
 
 
 @triton.jit
@@ -165,6 +175,21 @@ def extent(SEGMENTS, start, L, B: tl.constexpr):
     return tl.min(b_x, 0), tl.max(b_x, 0)
 
 
+@triton.jit
+def words_seen(mask, row, column, n_rows, n_columns, R: tl.constexpr, C: tl.constexpr):
+    """(has it a bit that is set, are all set that are of a row and column there is) of each word of a tile of a packed mask."""
+    W: tl.constexpr = max(C // 32, 1)
+    HELD: tl.constexpr = min(C, 32)  # bits of the tile in a word
+    o_r = row + tl.arange(0, R)[:, None]
+    o_w = tl.arange(0, W)[None, :]
+    p_words = mask + o_r.to(tl.int64) * words(n_columns) + column // 32 + o_w
+    b_word = tl.load(p_words, mask=o_r < n_rows, other=0) >> column % 32
+    there = tl.minimum(tl.maximum(n_columns - column - 32 * o_w, 0), HELD)
+    b_there = tl.where(there < 32, (1 << there) - 1, -1)
+    b_word &= b_there
+    return b_word != 0, (b_word == b_there) | (o_r >= n_rows)
+
+
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def look_at_tiles(
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS,
@@ -199,20 +224,19 @@ def look_at_tiles(
         something &= (q_low <= k_high) & (k_low <= q_high)
         everything &= (q_low == k_high) & (k_low == q_high)
     if has(FEATURES, "mask"):
-        mask = matrix(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, FEATURES, "mask")
-        o_m = m + tl.arange(0, BM)[:, None]
-        o_n = n + tl.arange(0, BN)[None, :]
-        if has(FEATURES, "mask:rows") and has(FEATURES, "mask:columns"):  # four keys at a time
-            n_words = pitch(LK, FEATURES, "mask") // 4
-            o_w = n // 4 + tl.arange(0, BN // 4)[None, :]
-            p_mask = mask.to(tl.pointer_type(tl.int32)) + (o_m.to(tl.int64) * n_words + o_w)
-            b_four = tl.load(p_mask, mask=(o_m < LQ) & (o_w < n_words), other=0)
-            b_some, b_all = b_four != 0, b_four == 0x01010101
+        mask = mask_of(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
+        if is_matrix("mask", FEATURES):
+            if BY_KEY:
+                b_some, b_all = words_seen(mask, n, m, LK, LQ, BN, BM)
+            else:
+                b_some, b_all = words_seen(mask, m, n, LQ, LK, BM, BN)
         else:
+            o_m = m + tl.arange(0, BM)[:, None]
+            o_n = n + tl.arange(0, BN)[None, :]
             b_some = load_scores(mask, o_m, o_n, LQ, LK, FEATURES, "mask") != 0
-            b_all = b_some
+            b_all = b_some | (o_m >= LQ)
         something &= tl.max(tl.max(b_some.to(tl.int32), 1), 0) != 0
-        everything &= tl.min(tl.min((b_all | (o_m >= LQ)).to(tl.int32), 1), 0) != 0
+        everything &= tl.min(tl.min(b_all.to(tl.int32), 1), 0) != 0
     tl.store(SEEN + i_bh * n_m * n_n + i_tile, something.to(tl.int32) + (everything & something).to(tl.int32))
 
 
@@ -238,8 +262,7 @@ def pack(MASK, LQ, LK, BITS, BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.cons
     i_tile = tl.program_id(0) % (n_m * n_n)
     o_m = i_tile // n_n * BM + tl.arange(0, BM)[:, None]
     o_n = i_tile % n_n * BN + tl.arange(0, BN)[None, :]
-    n = pitch(LK, FEATURES, "mask")
-    b_x = tl.load(MASK + i_x * LQ * n + (o_m.to(tl.int64) * n + o_n), mask=(o_m < LQ) & (o_n < n), other=0)
+    b_x = tl.load(MASK + i_x * LQ * LK + (o_m.to(tl.int64) * LK + o_n), mask=(o_m < LQ) & (o_n < LK), other=0)
     b_x = (b_x != 0).to(tl.int32)
     if BY_KEY:
         o_w = i_tile // n_n * (BM // 32) + tl.arange(0, BM // 32)[:, None]
@@ -321,10 +344,6 @@ def selected(
     """(bias, its tangent, what `visible` reads, what `kept` hashes) of this batch entry and query head."""
     bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
     t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-    if is_matrix("mask", FEATURES):
-        size = tl.full([], 1, tl.int64) * (LK if BY_KEY else LQ) * words(LQ if BY_KEY else LK)
-        mask = share(MASK, i_b, i_h, HQ, GROUP, size, FEATURES, "mask")
-    else:
-        mask = matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
+    mask = mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
     sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
     return bias, t_bias, sight, seeds(SEED, i_b, i_h, FEATURES)
