@@ -26,7 +26,7 @@ SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 10
 # Columns of tensor memory. Beyond them Triton emits a kernel that traps: no matrix instructions, no spills.
 TENSOR_MEMORY_LIMIT = 512
 
-_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int16": "i16", "int32": "i32", "bool": "i1"}
 _INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma.sync": r"mma\.sync", "tcgen05.mma": r"tcgen05\.mma"}
 _ASYNC_COPY = r"cp\.async\.(?:c[ag]|bulk\.tensor)"
 

@@ -329,7 +329,8 @@ vars(language).update(
     full=lambda shape, value, dtype, layout=None: block(np.full(shape, value, dtype)),
     where=elementwise(np.where), maximum=elementwise(np.maximum), minimum=elementwise(np.minimum), abs=elementwise(np.abs),
     exp2=elementwise(lambda a: np.exp2(a, dtype=np.float32)), log2=elementwise(lambda a: np.log2(a, dtype=np.float32)),
-    max=reduced(np.max), sum=reduced(np.sum), convert_layout=lambda a, layout: a, warp_specialize=warp_specialize,
+    max=reduced(np.max), sum=reduced(np.sum), warp_specialize=warp_specialize,
+    convert_layout=lambda a, layout, assert_trivial=False: a,
     **{
         name: lambda *args, **named: None
         for name in (

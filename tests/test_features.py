@@ -263,21 +263,25 @@ def test_edges(case):
     check(EDGES[case], "interpret", "float32")
 
 
+def packed(mask, word):
+    """Of as many in a row as four words hold that numbered 8 i + 2 w + e is bit 2 i + e of word w; zeros behind a row."""
+    whole = np.pad(mask, ((0, 0),) * (mask.ndim - 1) + ((0, -mask.shape[-1] % (4 * word)),))
+    in_words = whole.reshape(*mask.shape[:-1], -1, word // 2, 4, 2).swapaxes(-3, -2)
+    return np.packbits(in_words, None, "little").view(f"int{word}").reshape(*mask.shape[:-1], -1)
+
+
 @pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])
+@pytest.mark.parametrize("word", [16, 32])
 @pytest.mark.parametrize(("T", "S"), [(70, 45), (33, 300), (300, 32), (128, 128)])
-def test_masks_are_packed(T, S, by_key):
-    """Bit i of word w is what stands at 32 w + i, of rows of whole words, four at a time; zeros behind it."""
+def test_masks_are_packed(T, S, word, by_key):
     mask = np.random.default_rng(T + S).random((3, T, S)) < 0.5
-    turned = mask.swapaxes(1, 2) if by_key else mask
-    rows, columns = turned.shape[1:]
-    packed = np.full((3, rows, -(-columns // 128) * 4), -1, np.int32)
-    tile = dict(BM=128 if by_key else 16, BN=16 if by_key else 128)
+    expected = packed(mask.swapaxes(1, 2) if by_key else mask, word)
+    got = np.full_like(expected, -1)
+    tile = dict(BM=128, BN=16) if by_key else dict(BM=16, BN=128)
     programs = 3 * -(-T // tile["BM"]) * -(-S // tile["BN"])
     words = "mask mask:rows mask:columns"
-    interpret.launch(visibility.pack, (programs,), mask, T, S, packed, **tile, BY_KEY=by_key, FEATURES=words)
-    bits = (packed[..., None] >> np.arange(32) & 1).reshape(3, rows, -1)
-    np.testing.assert_array_equal(bits[..., :columns], turned)
-    assert not bits[..., columns:].any()
+    interpret.launch(visibility.pack, (programs,), mask, T, S, got, **tile, BY_KEY=by_key, FEATURES=words)
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])
@@ -302,13 +306,12 @@ def test_tiles_are_looked_at(kind, by_key):
             if limit is not None:
                 words.append(word)
                 seen &= inside
-        n_m, n_n, turned = -(-T // 16), -(-S // 16), mask.T if by_key else mask
-        whole_words = np.pad(np.ascontiguousarray(turned), ((0, 0), (0, -turned.shape[1] % 128)))
-        packed = np.packbits(whole_words, 1, "little").view(np.int32)
+        n_m, n_n = -(-T // 16), -(-S // 16)
         said = np.full((n_n, n_m) if by_key else (n_m, n_n), -1, np.int32)
         interpret.launch(
-            visibility.look_at_tiles, (n_m * n_n,), packed, lengths(queries or T), lengths(keys or S),
-            q_segments, k_segments, 1, 1, T, S, left or 0, right or 0, 1, said,
+            visibility.look_at_tiles, (n_m * n_n,), packed(mask.T if by_key else mask, 16),
+            lengths(queries or T), lengths(keys or S), q_segments, k_segments,
+            1, 1, T, S, left or 0, right or 0, 1, said,
             BM=16, BN=16, BY_KEY=by_key, FEATURES=" ".join(words),
         )  # fmt: skip
         alone = len(words) <= 2
@@ -317,6 +320,30 @@ def test_tiles_are_looked_at(kind, by_key):
             expected = 2 if tile.all() and tile.shape[1] == 16 else 1 if tile.any() else 0
             got = (said.T if by_key else said)[m, n]
             assert got == expected if alone else (got == 2) == (expected == 2) and got >= expected, (words, T, S, m, n)
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])
+@pytest.mark.parametrize("word", [16, 32])
+@pytest.mark.parametrize("BN", [16, 32, 64, 128])
+def test_tiles_of_masks_are_looked_at(BN, word, by_key):
+    """Of all widths: full but for one score, empty but for one, and what the end cuts."""
+    T, S, BM = 300, 333, 32
+    n_m, n_n = -(-T // BM), -(-S // BN)
+    full = np.random.default_rng(BN).random((n_m, n_n)) < 0.5
+    mask = full.repeat(BM, 0).repeat(BN, 1)[:T, :S]
+    for m, n in itertools.product(range(n_m), range(n_n)):
+        if (m + n) % 2:
+            mask[min(BM * m + 7 * n % BM, T - 1), min(BN * n + 5 * m % BN, S - 1)] ^= True
+    said = np.full((n_m, n_n), -1, np.int32)
+    sizes, tile = ((S, T), dict(BM=BN, BN=BM)) if by_key else ((T, S), dict(BM=BM, BN=BN))  # by key T is the keys
+    interpret.launch(
+        visibility.look_at_tiles, (n_m * n_n,), packed(mask, word), *[lengths(1)] * 4, 1, 1, *sizes, 0, 0, 1, said,
+        **tile, BY_KEY=by_key, FEATURES="mask mask:rows mask:columns",
+    )  # fmt: skip
+    for m, n in itertools.product(range(n_m), range(n_n)):
+        tile = mask[BM * m : BM * m + BM, BN * n : BN * n + BN]
+        whole = tile.all() and tile.shape[not by_key] == (BM if by_key else BN)  # cut by the end of the queries alone
+        assert said[m, n] == (2 if whole else 1 if tile.any() else 0), (m, n)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
@@ -392,8 +419,9 @@ MUTANTS = {
     "segments-of-keys": (visibility, "b_seen &= b_queries == tl", "b_seen &= b_queries >= tl", "segments"),
     "tile-not-listed": (visibility, "mask=o_t < n_tiles, other", "mask=o_t < n_tiles - 1, other", "mask"),
     "tile-not-whole": (visibility, "(everything & something)", "something", "mask"),
-    "bits-ignored": (visibility, "b_bits & (1 <<", "b_bits | (1 <<", "mask"),
-    "bits-of-other-columns": (visibility, "words(n_columns) + first // 32", "words(n_columns) + first // 64", "mask"),
+    "bits-ignored": (visibility, "b_word & (1 <<", "b_word | (1 <<", "mask"),
+    "bits-of-other-columns": (visibility, "(first % 64 // 4 if", "(0 if", "mask"),
+    "bits-of-another-thread": (visibility, "(o_x & 6) * 8", "(o_x & 4) * 8", "mask"),
     "bits-of-another-batch": (visibility, "1, tl.int64) * (LK if", "0, tl.int64) * (LK if", "mask"),
     "word-not-whole": (visibility, "b_word == b_there", "b_word != 0", "mask-in-words"),
 }  # fmt: skip

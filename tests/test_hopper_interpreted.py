@@ -532,8 +532,9 @@ LISTED_MUTANTS = {
     "another-tile": ("plain + t if MASKED else t", "t"),
     "whole-tiles-left-out": ('plain = 0 if has(FEATURES, "one-loop") else', "plain ="),
     "mask-ignored": ("b_bits & (1 <<", "b_bits | (1 <<"),
-    "first-word-for-all": ("o_c >= 32 * i", "o_c < 32 * i"),
-    "words-of-another-tile": ("words(n_columns) + column // 32", "words(n_columns)"),
+    "word-of-another-thread": ("* 4 + o_w)", "* 4 + 3 - o_w)"),
+    "bits-of-another-tile": (">> column % 128 // 4", ">> 0"),
+    "words-of-another-tile": ("column // 128 * 4", "0"),
     "first-head-for-all": ("i += i_b * (HQ // GROUP) + i_h // GROUP if", "i += i_b * (HQ // GROUP) if"),
 }
 
@@ -541,7 +542,9 @@ LISTED_MUTANTS = {
 @pytest.mark.parametrize(("old", "new"), LISTED_MUTANTS.values(), ids=LISTED_MUTANTS)
 def test_broken_lists_fail(old, new):
     x, tx = operands((2, 200, 300, 4, 2, 64))
-    x = x._replace(mask=patches(2, 2, 200, 300, size=128))
+    mask = patches(2, 2, 200, 300, size=128)
+    mask[0, 0, :, 205] = False  # so that the words of a row differ
+    x = x._replace(mask=mask)
     with pytest.raises(AssertionError):
         check(problem(64, False), x, tx, launcher=gluon_on_numpy.Launcher(old, new))
 

@@ -191,7 +191,7 @@ class _Call:
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
         self.width = _width(self.head_dim)
-        self.portable = portable._Call(launcher, problem, x)
+        self.portable = portable._Call(launcher, problem, x, word=32)
         self.features = self.portable.features
         self.words = {*self.features.split()}
         self.alike = not UNLIKE & self.words  # all blocks

@@ -137,7 +137,7 @@ def selected(selection, i_b, i_h, call, query_end, key_end, ROW: gl.constexpr, F
     size = i_b.to(gl.int64) * 0 + 1
     if is_matrix("mask", FEATURES):
         size *= LQ if ROW else LK
-        size *= words(LK if ROW else LQ)
+        size *= words(LK if ROW else LQ, 32)
     elif has(FEATURES, "mask:rows"):
         size *= LQ
     elif has(FEATURES, "mask:columns"):
@@ -261,22 +261,35 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
     return seen
 
 
+@triton.constexpr_function
+def words_layout(columns):
+    """A product's, whose columns are 8 i + 2 w + e, as [rows, i, w, e]."""
+    of_i = [[0, 1 << b, 0, 0] for b in range((columns // 8).bit_length() - 1)]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    registers, warps = [[0, 0, 0, 1], [8, 0, 0, 0], *of_i], [[16, 0, 0, 0], [32, 0, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [GROUP_ROWS, columns // 8, 4, 2])
+
+
 @gluon.jit
 def bits(
     row, column, sight, T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """[GROUP_ROWS, T]: for each element of a packed mask (`pack`) the word that has its bit, shifted by what depends on the
-    thread; to be asked for as soon as a tile is known."""
+    """[GROUP_ROWS, T]: for each element of a packed mask (`pack`) the word that has its bit, one for each row that a thread
+    holds; to be asked for as soon as a tile is known."""
     if MASKED and is_matrix("mask", FEATURES):
         n_rows, n_columns = (sight.LQ, sight.LK) if ROW else (sight.LK, sight.LQ)
-        o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        p_words = sight.mask + (o_r.to(gl.int64) * words(n_columns) + column // 32)
-        o_c, o_x = column_numbers(T, LAYOUT)
-        b_bits = gl.zeros([GROUP_ROWS, T], gl.int32, LAYOUT)
-        for i in gl.static_range(T // 32):
-            b_word = gl.load(p_words + i, mask=o_r < n_rows, other=0)
-            b_bits = gl.where(o_c >= 32 * i, gl.expand_dims(b_word, 1) >> o_x, b_bits)
-        return b_bits
+        w_l: gl.constexpr = words_layout(T)
+        no_e: gl.constexpr = gl.SliceLayout(3, w_l)
+        o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, no_e)))
+        o_w = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, no_e)))
+        o_r = gl.expand_dims(gl.expand_dims(gl.expand_dims(o_r, 1), 2), 3)
+        o_w = gl.expand_dims(gl.expand_dims(gl.expand_dims(o_w, 0), 1), 3)
+        p_words = sight.mask + (o_r.to(gl.int64) * words(n_columns, 32) + column // 128 * 4 + o_w)
+        b_word = gl.load(p_words, mask=o_r < n_rows, other=0)
+        if T < 128:
+            b_word = b_word >> column % 128 // 4
+        b_word = b_word + gl.zeros([GROUP_ROWS, T // 8, 4, 2], gl.int32, w_l)
+        return gl.convert_layout(b_word.reshape([GROUP_ROWS, T]), LAYOUT, assert_trivial=True)
     else:
         return 0
 
@@ -303,7 +316,7 @@ def hide(
             seen = visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
         if is_matrix("mask", FEATURES):
             o_c, _ = column_numbers(T, LAYOUT)
-            shown = (b_bits & (1 << (o_c & 31))) != 0
+            shown = (b_bits & (1 << (o_c // 8 * 2 + o_c % 2))) != 0
             seen = shown if only_a_mask(FEATURES) else seen & shown
         b_s = gl.where(seen, b_s, -float("inf"))
     return b_s

@@ -56,7 +56,7 @@ def features(problem: Problem, x: Operands) -> str:
 class _Call:
     """What the launches of one call share."""
 
-    def __init__(self, launcher: Launcher, problem: Problem, x: Operands):
+    def __init__(self, launcher: Launcher, problem: Problem, x: Operands, word: int = 16):
         self.launcher, self.problem = launcher, problem
         self.dtype = dtype_of(x.query)
         self.x = x = x._replace(**dict(zip(("query", "key", "value"), self.rounded(x[:3]), strict=True)))
@@ -76,6 +76,7 @@ class _Call:
         self.features = features(problem, x)
         self.bias = self.padded(x.bias)
         self.selection = (x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
+        self.word = word  # its bits
         self.packed: dict[bool, Any] = {}  # the mask, by query or by key
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
@@ -137,12 +138,12 @@ class _Call:
             return self.selection
         if by_key not in self.packed:
             rows, columns = (self.key_length, self.query_length) if by_key else (self.query_length, self.key_length)
-            block_m, block_n = (128, 64) if by_key else (64, 128)
-            matrices, words = mask.shape[0] * mask.shape[1], visibility.words.fn(columns)
+            block_m, block_n = (4 * self.word, 1024 // self.word) if by_key else (16, 256)
+            matrices, words = mask.shape[0] * mask.shape[1], visibility.words.fn(columns, self.word)
             programs = matrices * triton.cdiv(self.query_length, block_m) * triton.cdiv(self.key_length, block_n)
             (self.packed[by_key],) = self.launcher.launch(
-                visibility.pack, programs, (mask,), self.sizes[2:], [Output((matrices, rows, words), "int32")],
-                dict(BM=block_m, BN=block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1,
+                visibility.pack, programs, (mask,), self.sizes[2:], [Output((matrices, rows, words), f"int{self.word}")],
+                dict(BM=block_m, BN=block_n, BY_KEY=by_key, FEATURES=self.features), 1, 1,
             )  # fmt: skip
         return self.packed[by_key], *others
 

@@ -18,16 +18,22 @@ def is_matrix(name, features):
 
 
 @triton.jit
-def words(L):
+def words(L, WORD: tl.constexpr):
     """Those of a row of L bits, see `pack`."""
-    return (L + 127) // 128 * 4
+    return (L + 4 * WORD - 1) // (4 * WORD) * 4
+
+
+@triton.constexpr_function
+def bits_of(pointers):
+    """Those of the integers that they point to."""
+    return pointers.element_ty.primitive_bitwidth
 
 
 @triton.jit
 def mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
     """`matrix`, packed where it has rows and columns."""
     if is_matrix("mask", FEATURES):
-        size = tl.full([], 1, tl.int64) * (LK if BY_KEY else LQ) * words(LQ if BY_KEY else LK)
+        size = tl.full([], 1, tl.int64) * (LK if BY_KEY else LQ) * words(LQ if BY_KEY else LK, bits_of(MASK.dtype))
         return share(MASK, i_b, i_h, HQ, GROUP, size, FEATURES, "mask")
     else:
         return matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
@@ -35,17 +41,17 @@ def mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEATURES: t
 
 @triton.jit
 def bits(mask, o_r, o_c, first, n_rows, n_columns):
-    """[R, C]: is the bit of row o_r and column o_c, which begin at `first`, set in a packed mask?  What of a column's number does
-    not depend on the thread, in products' layout, is a constant of the code."""
+    """[R, C]: is the bit of row o_r and column o_c, which begin at `first`, set in a mask that is packed in words of 16?  Four of
+    them are read at a time; in products' layout which of these depends on the thread, and which bit of it is a constant."""
     C: tl.constexpr = o_c.shape[1]
-    p_words = mask + o_r.to(tl.int64) * words(n_columns) + first // 32
+    p_four = mask.to(tl.pointer_type(tl.int64)) + (o_r.to(tl.int64) * (words(n_columns, 16) // 4) + first // 64)
     o_x = tl.arange(0, C)[None, :]
-    shift = (o_x & 6) + first % 32 if C < 32 else o_x & 6
-    o_x = o_x & ~6
-    b_bits = tl.load(p_words, mask=o_r < n_rows, other=0) >> shift
-    for i in tl.static_range(1, C // 32):
-        b_bits = tl.where(o_x >= 32 * i, tl.load(p_words + i, mask=o_r < n_rows, other=0) >> shift, b_bits)
-    return (b_bits & (1 << (o_x & 31))) != 0
+    shift = (o_x & 6) * 8 + (first % 64 // 4 if C < 64 else 0)
+    b_word = (tl.load(p_four, mask=o_r < n_rows, other=0) >> shift).to(tl.int32)
+    for i in tl.static_range(1, C // 64):
+        b_next = (tl.load(p_four + i, mask=o_r < n_rows, other=0) >> shift).to(tl.int32)
+        b_word = tl.where(o_x >= 64 * i, b_next, b_word)
+    return (b_word & (1 << (o_x % 64 // 8 * 2 + o_x % 2))) != 0
 
 
 @triton.jit
@@ -178,15 +184,16 @@ def extent(SEGMENTS, start, L, B: tl.constexpr):
 @triton.jit
 def words_seen(mask, row, column, n_rows, n_columns, R: tl.constexpr, C: tl.constexpr):
     """(has it a bit that is set, are all set that are of a row and column there is) of each word of a tile of a packed mask."""
-    W: tl.constexpr = max(C // 32, 1)
-    HELD: tl.constexpr = min(C, 32)  # bits of the tile in a word
+    WORD: tl.constexpr = bits_of(mask.dtype)
+    HELD: tl.constexpr = min(C, 4 * WORD)  # columns of the tile in four words
     o_r = row + tl.arange(0, R)[:, None]
-    o_w = tl.arange(0, W)[None, :]
-    p_words = mask + o_r.to(tl.int64) * words(n_columns) + column // 32 + o_w
-    b_word = tl.load(p_words, mask=o_r < n_rows, other=0) >> column % 32
-    there = tl.minimum(tl.maximum(n_columns - column - 32 * o_w, 0), HELD)
-    b_there = tl.where(there < 32, (1 << there) - 1, -1)
-    b_word &= b_there
+    o_w = tl.arange(0, 4 * C // HELD)[None, :]
+    n = tl.minimum(tl.maximum(n_columns - column - o_w // 4 * HELD, 0), HELD)
+    n_bits = n // 8 * 2 + tl.minimum(tl.maximum(n % 8 - o_w % 4 * 2, 0), 2)
+    b_there = tl.where(n_bits < 32, (1 << n_bits) - 1, -1)
+    p_words = mask + (o_r.to(tl.int64) * words(n_columns, WORD) + column // (4 * WORD) * 4 + o_w)
+    b_word = tl.load(p_words, mask=(o_r < n_rows) & (n > 0), other=0).to(tl.int32)
+    b_word = (b_word >> column % (4 * WORD) // 4) & b_there
     return b_word != 0, (b_word == b_there) | (o_r >= n_rows)
 
 
@@ -241,21 +248,28 @@ def look_at_tiles(
 
 
 @triton.jit
-def in_words(b_x, AXIS: tl.constexpr):
-    """Of 0 and 1, 32 along the last axis, or the one before it, as the bits of a word, the first the lowest."""
+def in_words(b_x, AXIS: tl.constexpr, WORD: tl.constexpr):
+    """Of 0 and 1 along an axis the bits of words."""
     M: tl.constexpr = b_x.shape[0]
     N: tl.constexpr = b_x.shape[1]
-    o_bit = tl.arange(0, 32)
+    o_i = tl.arange(0, WORD // 2) * 2
+    o_e = tl.arange(0, 2)
     if AXIS == 1:
-        return tl.sum(b_x.reshape([M, N // 32, 32]) << o_bit[None, None, :], 2)
+        b_x = b_x.reshape([M, N // (4 * WORD), WORD // 2, 4, 2])
+        b_x = b_x << (o_i[None, None, :, None, None] + o_e[None, None, None, None, :])
+        return tl.sum(tl.sum(b_x, 4), 2).reshape([M, N // WORD])
     else:
-        return tl.sum(b_x.reshape([M // 32, 32, N]) << o_bit[None, :, None], 1)
+        b_x = b_x.reshape([M // (4 * WORD), WORD // 2, 4, 2, N])
+        b_x = b_x << (o_i[None, :, None, None, None] + o_e[None, None, None, :, None])
+        return tl.sum(tl.sum(b_x, 1), 2).reshape([M // WORD, N])
 
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def pack(MASK, LQ, LK, BITS, BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
-    """The matrices [T, S] of a mask as bits: `words` of keys for each query, or BY_KEY of queries for each key.  A program packs
-    a tile."""
+    """The matrices [T, S] of a mask as bits: `words` of keys for each query, or BY_KEY of queries for each key.  Of as many in a
+    row as four words hold the one numbered 8 i + 2 w + e is bit 2 i + e of word w: in products' layout a thread has the columns
+    of one w, and then finds their bits in one word.  A program packs a tile."""
+    WORD: tl.constexpr = bits_of(BITS.dtype)
     LQ, LK = aligned(LQ, LK, FEATURES)
     n_m, n_n = tl.cdiv(LQ, BM), tl.cdiv(LK, BN)
     i_x = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
@@ -265,13 +279,14 @@ def pack(MASK, LQ, LK, BITS, BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.cons
     b_x = tl.load(MASK + i_x * LQ * LK + (o_m.to(tl.int64) * LK + o_n), mask=(o_m < LQ) & (o_n < LK), other=0)
     b_x = (b_x != 0).to(tl.int32)
     if BY_KEY:
-        o_w = i_tile // n_n * (BM // 32) + tl.arange(0, BM // 32)[:, None]
-        n_words = words(LQ)
-        tl.store(BITS + (i_x * LK + o_n) * n_words + o_w, in_words(b_x, 0), mask=(o_n < LK) & (o_w < n_words))
+        o_w = i_tile // n_n * (BM // WORD) + tl.arange(0, BM // WORD)[:, None]
+        n_words = words(LQ, WORD)
+        p_words, m_x = BITS + ((i_x * LK + o_n) * n_words + o_w), (o_n < LK) & (o_w < n_words)
     else:
-        o_w = i_tile % n_n * (BN // 32) + tl.arange(0, BN // 32)[None, :]
-        n_words = words(LK)
-        tl.store(BITS + (i_x * LQ + o_m) * n_words + o_w, in_words(b_x, 1), mask=(o_m < LQ) & (o_w < n_words))
+        o_w = i_tile % n_n * (BN // WORD) + tl.arange(0, BN // WORD)[None, :]
+        n_words = words(LK, WORD)
+        p_words, m_x = BITS + ((i_x * LQ + o_m) * n_words + o_w), (o_m < LQ) & (o_w < n_words)
+    tl.store(p_words, in_words(b_x, 0 if BY_KEY else 1, WORD).to(BITS.dtype.element_ty), mask=m_x)
 
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
