@@ -197,7 +197,7 @@ def listed(t, visits, MASKED: gl.constexpr):
 @gluon.jit
 def first_tile(visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """What `next_tile` is told at first."""
-    if has(FEATURES, "tiles"):
+    if is_matrix("mask", FEATURES):
         return listed(range_of(visits, MASKED)[0], visits, MASKED)
     else:
         return 0
@@ -205,8 +205,8 @@ def first_tile(visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
 
 @gluon.jit
 def next_tile(t, upcoming, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
-    """(the t-th tile, the one behind it): that of a list is asked for a tile ahead, as what is read of a mask waits for it."""
-    if has(FEATURES, "tiles"):
+    """(the t-th tile, the one behind it): where a mask's words wait for it, a list is asked for it a tile ahead."""
+    if is_matrix("mask", FEATURES):
         return upcoming, listed(t + 1, visits, MASKED)
     else:
         return tile_at(t, visits, MASKED, FEATURES), upcoming
