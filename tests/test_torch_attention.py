@@ -684,12 +684,6 @@ def test_arrays_that_no_descriptor_describes(where):
     assert any(kernel.endswith("hopper.backward") for kernel in hopper) == (where == "nowhere")
 
 
-def test_masks_are_read_in_words():
-    launch = pytest.importorskip("torch_bridge.launch")
-    mask = torch.zeros(1 + 2 * 32 * 32, dtype=torch.bool)[1:].view(1, 2, 32, 32)
-    assert launch._in_words(NumpyLauncher(), mask).data_ptr() % 4 == 0
-
-
 SWITCHES = {
     "fp32_precision": lambda exact: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee" if exact else "tf32"),
     "allow_tf32": lambda exact: setattr(torch.backends.cuda.matmul, "allow_tf32", not exact),

@@ -168,7 +168,7 @@ def test_layouts(layout, kernels_alone, family):
 
 
 def test_mask_at_an_odd_address():
-    """Kernels look at masks four keys at a time."""
+    """Where no vectors of it can be read."""
     q, k, v = (normal(1, 2, 256, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
     mask = (normal(256 * 256 + 1) > 0)[1:].view(256, 256)
     assert torch.equal(sdpa(q, k, v, attn_mask=mask), sdpa(q, k, v, attn_mask=mask.clone()))

@@ -137,7 +137,7 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
     t_x = Operands(*(t for _, t in pairs), None if t_mask is None else launcher.contiguous(t_mask))
     boolean = mask is not None and mask.dtype == torch.bool
     x = Operands(
-        *(a for a, _ in pairs), **{"mask" if boolean else "bias": None if mask is None else _in_words(launcher, mask)}
+        *(a for a, _ in pairs), **{"mask" if boolean else "bias": None if mask is None else launcher.contiguous(mask)}
     )
     selected = {
         name: launcher.contiguous(a)
@@ -172,12 +172,6 @@ def _unexpanded(mask, t_mask):
         return None, None
     same = [mask.stride(i) == 0 and (t_mask is None or t_mask.stride(i) == 0) for i in range(4)]
     return (a if a is None else a[tuple(slice(1 if s else None) for s in same)] for a in (mask, t_mask))
-
-
-def _in_words(launcher, mask):
-    """Contiguous, and where words of four bytes begin: kernels read masks in these."""
-    mask = launcher.contiguous(mask)
-    return mask.clone() if mask.data_ptr() % 4 else mask
 
 
 def _describable(a):
