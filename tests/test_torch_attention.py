@@ -471,9 +471,8 @@ class NumpyLauncher:
         return TorchLauncher.summed(self, array, by_column, like)
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        results = [
-            torch.full(o.shape, -1 if o.dtype == "int32" else torch.nan, dtype=getattr(torch, o.dtype)) for o in outputs
-        ]
+        poison = lambda dtype: -1 if dtype.startswith("int") else torch.nan
+        results = [torch.full(o.shape, poison(o.dtype), dtype=getattr(torch, o.dtype)) for o in outputs]
         arrays = [memory(a if a is not None else results[0]) for a in inputs]
         interpret.launch(kernel, (grid,), *arrays, *scalars, *map(memory, results), **constants)
         return results
@@ -855,7 +854,7 @@ def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_plan_copies_what_was_copied_for_the_first(batch):
     """Of a padded batch: parts of the selection, a cotangent that is expanded, queries whose rows are not in one piece, and a
-    mask of columns and of rows that are no whole vectors, copied twice."""
+    bias of columns and of rows that are no whole vectors, copied twice."""
     launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
     options = "query_lengths key_lengths query_segments key_segments dropout=0.3 seed"
     T, S, want = 17, 19, [True, True, True, False]
@@ -863,16 +862,16 @@ def test_a_plan_copies_what_was_copied_for_the_first(batch):
     def arguments(seed):
         q = dense(batch, 2, 8, T, seed=seed).mT.float()
         k, v = (normal(batch, 2, S, 8, seed=seed + i, dtype=torch.float32) for i in (1, 2))
-        mask = (normal(batch, 1, S, T, seed=seed + 4) > 0).mT
+        bias = normal(batch, 1, S, T, seed=seed + 4, dtype=torch.float32).mT
         numbers = torch.Generator().manual_seed(seed)
         draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=numbers, dtype=torch.int32)
         segments = [draw(0, 3, batch, n).sort(1)[0] for n in (T, S)]
         selection = torch.cat([draw(9, T, batch, 1), draw(9, S, batch, 1), draw(0, 2**31 - 1, batch, 2), *segments], 1)
         d_o = normal(batch, 1, 1, 8, seed=seed + 3, dtype=torch.float32).expand(batch, 2, T, 8)
         case = operators.case_of(q, k, selection, False, 0.3, options)
-        o, lse, *_ = reference.run("forward", case, (q, k, v, mask))
+        o, lse, *_ = reference.run("forward", case, (q, k, v, bias))
         y = o.mT.contiguous().mT, lse
-        return [q, k, v, mask, d_o, None, *y, selection, False, 0.3, options, want]
+        return [q, k, v, bias, d_o, None, *y, selection, False, 0.3, options, want]
 
     def computed(args):
         x, cy, y, static = operators.split("backward", args)
@@ -883,7 +882,7 @@ def test_a_plan_copies_what_was_copied_for_the_first(batch):
     first, second = arguments(0), arguments(100)
     plan = plans.made(first, *reversed(computed(first)))
     parts = [step.place for step in plan.steps if isinstance(step, plans.Part)]
-    # the selection's first part begins where it does; then what was copied of the mask, behind the 13 arguments
+    # the selection's first part begins where it does; then what was copied of the bias, behind the 13 arguments
     assert sorted(parts)[:-1] == [0, 3, 4, 6, *[8] * (5 if batch > 1 else 4)]
     assert max(parts) > 12
     assert plans.look("backward", first) == plans.look("backward", second)
