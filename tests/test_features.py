@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 
 import oracle
 import support
@@ -282,6 +284,29 @@ def test_masks_are_packed(T, S, word, by_key):
     words = "mask mask:rows mask:columns"
     interpret.launch(visibility.pack, (programs,), mask, T, S, got, **tile, BY_KEY=by_key, FEATURES=words)
     np.testing.assert_array_equal(got, expected)
+
+
+@triton.jit
+def look_up(MASK, first, n_rows, n_columns, OUT, R: tl.constexpr, C: tl.constexpr):
+    o_r, o_c = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
+    b_seen = visibility.bits(MASK, o_r, first + o_c, first, n_rows, n_columns)
+    tl.store(OUT + o_r * C + o_c, b_seen.to(tl.int8))
+
+
+@pytest.mark.parametrize("S", [14, 50, 64, 65, 128, 150, 200])
+@pytest.mark.parametrize("C", [16, 32, 64, 128])
+def test_bits_are_looked_up(C, S):
+    """In tiles of all widths; nothing is read behind the last row, where all bits are set."""
+    mask = np.random.default_rng(S).random((13, S)) < 0.5
+    bits = packed(mask, 16)
+    bits = np.concatenate([bits, np.full_like(bits[:1], -1)])
+    for first in range(0, S, C):
+        got = np.full((16, C), -1, np.int8)
+        interpret.launch(look_up, (1,), bits, first, 13, S, got, R=16, C=C)
+        expected = np.zeros((16, C), np.int8)
+        some = mask[:, first : first + C]
+        expected[:13, : some.shape[1]] = some
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])

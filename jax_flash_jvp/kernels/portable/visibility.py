@@ -49,7 +49,8 @@ def bits(mask, o_r, o_c, first, n_rows, n_columns):
     shift = (o_x & 6) * 8 + (first % 64 // 4 if C < 64 else 0)
     b_word = (tl.load(p_four, mask=o_r < n_rows, other=0) >> shift).to(tl.int32)
     for i in tl.static_range(1, C // 64):
-        b_next = (tl.load(p_four + i, mask=o_r < n_rows, other=0) >> shift).to(tl.int32)
+        n_next = tl.where(first + 64 * i < n_columns, n_rows, 0)  # a row of words may end with the first four
+        b_next = (tl.load(p_four + i, mask=o_r < n_next, other=0) >> shift).to(tl.int32)
         b_word = tl.where(o_x >= 64 * i, b_next, b_word)
     return (b_word & (1 << (o_x % 64 // 8 * 2 + o_x % 2))) != 0
 
