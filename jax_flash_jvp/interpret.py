@@ -64,6 +64,11 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *arguments: Any, *
             program(**values)
 
 
+def unwritten(dtype: str) -> float:
+    """What results hold before a kernel runs, so that a gap shows: NaN, or −1 among integers."""
+    return -1 if dtype.startswith("int") else float("nan")
+
+
 def _tensor(name: str, value: Any) -> tl.tensor | int | None:
     """The argument `value` as the interpreter wants it: a tensor of one element, for an array its address."""
     if value is None:

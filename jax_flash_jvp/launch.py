@@ -257,8 +257,7 @@ class Interpreter(_Contiguous):
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         def host(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
-            poison = lambda dtype: -1 if dtype.startswith("int") else np.nan
-            results = [np.full(o.shape, poison(o.dtype), jnp.dtype(o.dtype)) for o in outputs]
+            results = [np.full(o.shape, interpret.unwritten(o.dtype), jnp.dtype(o.dtype)) for o in outputs]
             interpret.launch(kernel, (grid,), *arrays, *scalars, *results, **constants)
             return tuple(results)
 

@@ -415,8 +415,7 @@ class Launcher:
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
         self.launched.add((kernel.fn.__name__, constants.get("FEATURES", ""), grid))
-        poison = lambda dtype: -1 if dtype.startswith("int") else np.nan
-        results = [np.full(o.shape, poison(o.dtype), jnp.dtype(o.dtype)) for o in outputs]
+        results = [np.full(o.shape, interpret.unwritten(o.dtype), jnp.dtype(o.dtype)) for o in outputs]
         if not kernel.fn.__module__.startswith(PACKAGE):
             arrays = [np.ascontiguousarray(a) for a in pointers(inputs)]
             interpret.launch(kernel, (grid,), *arrays, *scalars, *results, **constants)

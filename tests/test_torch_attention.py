@@ -471,8 +471,7 @@ class NumpyLauncher:
         return TorchLauncher.summed(self, array, by_column, like)
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        poison = lambda dtype: -1 if dtype.startswith("int") else torch.nan
-        results = [torch.full(o.shape, poison(o.dtype), dtype=getattr(torch, o.dtype)) for o in outputs]
+        results = [torch.full(o.shape, interpret.unwritten(o.dtype), dtype=getattr(torch, o.dtype)) for o in outputs]
         arrays = [memory(a if a is not None else results[0]) for a in inputs]
         interpret.launch(kernel, (grid,), *arrays, *scalars, *map(memory, results), **constants)
         return results
