@@ -9,9 +9,10 @@ A block is 64 resident rows for each of the GROUPS consumer warpgroups, or, wher
 
 and, with w = ṡ − μ,  ṡ = a ḃᵀ + ȧ bᵀ,  ḋs = p∘(c ėᵀ + ċ eᵀ − δ̇) + ds∘w,  ḋa += ḋs b + ds ḃ,  ḋc += p ė + (p∘w) e.
 
-ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side.  That may make them, ℓ in base 2,
-δ and δ̇, for the key side too ("statistics"): then o and ȯ of its rows come through the ring, before anything is streamed.
-Statistics of streamed rows come through shared memory, by the producer.  A tile of b and of ḃ lie one below the other, so that
+ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side.  That takes the excess of the row
+sums of dS and ḋS off its results and, for the key side, off δ and δ̇ (README.md, "Rounding").  It may make the statistics too, ℓ
+in base 2, δ and δ̇ ("statistics"): then o and ȯ of its rows come through the ring, before anything is streamed.  Statistics of
+streamed rows come through shared memory, by the producer.  A tile of b and of ḃ lie one below the other, so that
 one product has both a bᵀ and a ḃᵀ, with half the reading of a; c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with
 what is taken off or added.
 """
@@ -50,8 +51,12 @@ from jax_flash_jvp.kernels.hopper.products import (
     LOG2E,
     accumulated,
     halves,
+    lane_layout,
+    lane_sums,
     log2_sum_exp,
+    over_lanes,
     own_columns,
+    packed,
     parts,
     product_layout,
     scaled,
@@ -59,8 +64,11 @@ from jax_flash_jvp.kernels.hopper.products import (
     settled,
     settled_before,
     store_rows,
+    summed_lanes,
     sums,
+    unpacked,
     width,
+    without_mean,
     zeroed,
 )
 from jax_flash_jvp.kernels.hopper.visibility import (
@@ -92,8 +100,9 @@ Options = namedtuple(
     "USE_TC USE_TE HAS_D_LSE HAS_TD_LSE WANT_A WANT_C WANT_TA WANT_TC",
 )
 Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
-# where they are to be made: ℓ itself, μ, the cotangent of ℓ and its tangent
-Statistics = namedtuple("Statistics", "LSE2 MU DELTA T_DELTA")
+# ℓ itself where they are to be made, then no δ; the cotangents of ℓ; of the keys of a head, and of their tangents, the mean, and
+# whether they have much in common
+Statistics = namedtuple("Statistics", "LSE2 MU DELTA T_DELTA D_LSE TD_LSE KEY_MEAN T_KEY_MEAN COMMON")
 # shared: resident rows, the ring, statistics of streamed rows, and the barriers of each
 Memory = namedtuple("Memory", "a c ta tc ring a_full a_empty full empty stats s_full s_empty turn queue")
 Results = namedtuple("Results", "DA DC TDA TDC PARTS LSE2 DELTA T_DELTA")
@@ -111,6 +120,31 @@ def staged_column(stats, i, LAYOUT: gl.constexpr):
 @gluon.jit
 def row_statistic(X, x, m_x, other: gl.constexpr):
     return gl.expand_dims(gl.load(X + x, mask=m_x, other=other), 1)
+
+
+@gluon.jit
+def store_statistic(X, x, b_x, m_x):
+    gl.store(X + gl.expand_dims(x, 1), b_x, mask=gl.expand_dims(m_x, 1))
+
+
+@gluon.jit
+def summed_rows(b_r, b_tr, SUM_DS: gl.constexpr, SUM_TDS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of the row sums of dS and of ḋS those that there are."""
+    rows = ()
+    if SUM_DS:
+        rows = rows + (summed_lanes(b_r, LAYOUT),)
+    if SUM_TDS:
+        rows = rows + (summed_lanes(b_tr, LAYOUT),)
+    return rows
+
+
+@gluon.jit
+def excess_of(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE: gl.constexpr):
+    """By how much row sums exceed the cotangent of ℓ, which they would be without rounding."""
+    if HAS_D_LSE:
+        b_d = gl.expand_dims(gl.load(D_LSE + x, mask=m_x, other=0.0), 1)
+        b_r -= gl.sum(gl.where(lse2 == float("inf"), 0.0, b_d), 1)  # nothing of a row that sees nothing
+    return b_r
 
 
 @gluon.jit
@@ -399,6 +433,9 @@ def consume_block(
     gl.static_assert(not DEFERRED or SLOTS >= 4, "a tile is kept until e of the next is there")
     LATE: gl.constexpr = has(FEATURES, "late") and USE_C  # dP is issued behind the softmax, which has its registers
     gl.static_assert(not LATE or not WANT_TA, "of gradients alone")
+    # row sums of dS and of ḋS, where these are multiplied with keys or their tangents, if keys have a part in common
+    SUM_DS: gl.constexpr = ROW and N_DS > 0
+    SUM_TDS: gl.constexpr = ROW and WANT_TA
     dtype: gl.constexpr = memory.a[0].dtype
     HQ, GROUP, LQ, LK = call.HQ, call.GROUP, call.LQ, call.LK
     HA = HQ if ROW else HQ // GROUP
@@ -408,10 +445,22 @@ def consume_block(
     a_start = (block.i_block * options.HEIGHT + i_w % options.HEIGHT) * GROUP_ROWS
     none = sums(OWN)
     b_da, b_dc, b_tda, b_tdc = none, none, none, none
-    if has(FEATURES, "shared"):
-        some, _ = resumed(results.PARTS, block.work, i_w, GROUPS, wanted(b_da, b_dc, b_tda, b_tdc, options), (), WIDEST)
-        b_da, b_dc, b_tda, b_tdc = all_four(some, none, options)
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
+    b_r = gl.zeros([GROUP_ROWS, 4], gl.float32, lane_layout())
+    b_tr = b_r
+    common = 0
+    if ROW:
+        common = gl.load(statistics.COMMON + i_b * (HQ // GROUP) + block.i_stream)
+    if has(FEATURES, "shared"):
+        some, rows = resumed(
+            results.PARTS, block.work, i_w, GROUPS, wanted(b_da, b_dc, b_tda, b_tdc, options),
+            summed_rows(b_r, b_tr, SUM_DS, SUM_TDS, x_l), WIDEST,
+        )  # fmt: skip
+        b_da, b_dc, b_tda, b_tdc = all_four(some, none, options)
+        if SUM_DS:
+            b_r = over_lanes(rows[0])
+        if SUM_TDS:
+            b_tr = over_lanes(rows[len(rows) - 1])
     zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
     own_rows = a_at.slot * options.HEIGHT + i_w % options.HEIGHT
     mbarrier.wait(memory.a_full.index(own_rows), a_at.phase)
@@ -421,18 +470,12 @@ def consume_block(
         if options.OUTPUTS > 0:
             b_lse = gl.load(statistics.LSE2 + x, mask=o_a < LA, other=-float("inf"))
             b_delta, b_t_delta, b_at = statistics_of_outputs(i_w, b_at, own_rows, memory, options, x_l)
-            b_lse = log2_sum_exp(b_lse)
+            lse2 = gl.expand_dims(log2_sum_exp(b_lse), 1)
             if options.HAS_D_LSE:
-                b_delta -= gl.load(statistics.DELTA + x, mask=o_a < LA, other=0.0)
+                b_delta -= gl.load(statistics.D_LSE + x, mask=o_a < LA, other=0.0)
             if options.HAS_TD_LSE:
-                b_t_delta -= gl.load(statistics.T_DELTA + x, mask=o_a < LA, other=0.0)
-            first_part = (o_a < LA) & (block.work.first == 0)  # other parts of the block have the same
-            if FIRST == 0:
-                gl.store(results.LSE2 + x, b_lse, mask=first_part)
-                gl.store(results.DELTA + x, b_delta, mask=first_part)
-                if WANT_TA:
-                    gl.store(results.T_DELTA + x, b_t_delta, mask=first_part)
-            lse2, delta, t_delta = gl.expand_dims(b_lse, 1), gl.expand_dims(b_delta, 1), gl.expand_dims(b_t_delta, 1)
+                b_t_delta -= gl.load(statistics.TD_LSE + x, mask=o_a < LA, other=0.0)
+            delta, t_delta = gl.expand_dims(b_delta, 1), gl.expand_dims(b_t_delta, 1)
         else:
             lse2 = row_statistic(statistics.LSE2, x, o_a < LA, float("inf"))
             delta = row_statistic(statistics.DELTA, x, o_a < LA, 0.0)
@@ -539,7 +582,8 @@ def consume_block(
                             b_dp, b_tdp = halves(b_dp)
                         b_dp -= delta
                         if N_DS > 0:
-                            ds = gl.convert_layout((b_p * b_dp).to(dtype), p_l)
+                            b_ds = packed(b_p * b_dp, dtype)
+                            ds = unpacked(b_ds, dtype, p_l)
                         if WANT_TA and USE_TB:
                             b_tda = accumulated(ds, own_columns(tb, i_w, SPLIT), b_tda)
                         if DEFERRED and not WANT_TA:
@@ -564,7 +608,8 @@ def consume_block(
                     if WANT_TA:
                         if USE_TC:
                             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
-                        tds = gl.convert_layout((b_p * b_tdp).to(dtype), p_l)
+                        b_tds = packed(b_p * b_tdp, dtype)
+                        tds = unpacked(b_tds, dtype, p_l)
                         if DEFERRED:
                             last = tds
                         else:
@@ -582,6 +627,12 @@ def consume_block(
                         b_tdc, p = settled(b_tdc, p)
                     if N_PW > 0:
                         b_tdc, pw = settled(b_tdc, pw)
+                    if SUM_DS or SUM_TDS:
+                        if common:
+                            if SUM_DS:
+                                b_r += lane_sums(b_ds, dtype)
+                            if SUM_TDS:
+                                b_tr += lane_sums(b_tds, dtype)
                     if not ROW:
                         give_back(memory.s_empty, s_at)
                         s_at = advance(s_at, STAGES)
@@ -609,12 +660,36 @@ def consume_block(
     a_start = (block.i_block * options.HEIGHT + i_w % options.HEIGHT) * GROUP_ROWS
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
     gradients = wanted(b_da, b_dc, b_tda, b_tdc, options)
+    rows = summed_rows(b_r, b_tr, SUM_DS, SUM_TDS, x_l)
     if has(FEATURES, "shared"):
-        gradients, _ = with_others(results.PARTS, block.work, i_w, GROUPS, gradients, (), WIDEST)
+        gradients, rows = with_others(results.PARTS, block.work, i_w, GROUPS, gradients, rows, WIDEST, True)
     if block.work.handed_over:
         if has(FEATURES, "shared"):
-            hand_over(results.PARTS, in_wave(call, FEATURES), i_w, GROUPS, gradients, (), WIDEST)
+            hand_over(results.PARTS, in_wave(call, FEATURES), i_w, GROUPS, gradients, rows, WIDEST)
     else:
+        if ROW:
+            x = (i_b * HA + i_a).to(gl.int64) * LA + o_a
+            mean = (i_b * (HQ // GROUP) + block.i_stream).to(gl.int64) * C
+            b_da, _, b_tda, _ = all_four(gradients, none, options)
+            if common:
+                if SUM_DS:
+                    excess = excess_of(rows[0], lse2, statistics.D_LSE, x, o_a < LA, options.HAS_D_LSE)
+                    delta += gl.expand_dims(excess, 1)
+                    if WANT_A:
+                        b_da = without_mean(b_da, excess, statistics.KEY_MEAN + mean, C, FIRST)
+                    if WANT_TA and USE_TB:
+                        b_tda = without_mean(b_tda, excess, statistics.T_KEY_MEAN + mean, C, FIRST)
+                if SUM_TDS:
+                    excess = excess_of(rows[len(rows) - 1], lse2, statistics.TD_LSE, x, o_a < LA, options.HAS_TD_LSE)
+                    t_delta += gl.expand_dims(excess, 1)
+                    b_tda = without_mean(b_tda, excess, statistics.KEY_MEAN + mean, C, FIRST)
+            if FIRST == 0:
+                store_statistic(results.DELTA, x, delta, o_a < LA)
+                if WANT_TA:
+                    store_statistic(results.T_DELTA, x, t_delta, o_a < LA)
+                if options.OUTPUTS > 0:
+                    store_statistic(results.LSE2, x, lse2, o_a < LA)
+            gradients = wanted(b_da, b_dc, b_tda, b_tdc, options)
         arrays = wanted(results.DA, results.DC, results.TDA, results.TDC, options)
         scales = wanted(scale, 1.0, scale, 1.0, options)
         for I in gl.static_range(len(gradients)):
@@ -700,7 +775,8 @@ def program(arrays, statistics, results, scale, call, selection, options):
 @gluon.jit(do_not_specialize_on_alignment=Call._fields)
 def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, o_d, to_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r, o_r, to_r,
-    MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, LSE2, MU, DELTA, T_DELTA,
+    MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES,
+    LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON,
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
     of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
     DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT,
@@ -728,7 +804,7 @@ def backward(
             described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),
             described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
             described(o_d, o_r), described(to_d, to_r),
-        ), Statistics(LSE2, MU, DELTA, T_DELTA),
+        ), Statistics(LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON),
         Results(DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT), scale,
         Call(
             n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,

@@ -370,7 +370,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     row = (i_m * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
     O, LSE, TO, MU, PARTS = results
     if has(FEATURES, "shared"):
-        both, rows = with_others(PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
+        both, rows = with_others(PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST, False)
         b_o, b_to = both
         b_l, b_m, b_c = rows
     if work.handed_over:
@@ -491,7 +491,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     row = (i_m * options.HEIGHT + w) * GROUP_ROWS
     O, LSE, _, _, PARTS = results
     if has(FEATURES, "shared"):
-        one, rows = with_others(PARTS, work, w, GROUPS, (b_o,), (b_l, b_m), C)
+        one, rows = with_others(PARTS, work, w, GROUPS, (b_o,), (b_l, b_m), C, False)
         b_o = one[0]
         b_l, b_m = rows
     if work.handed_over:

@@ -5,7 +5,8 @@ Of parts of a softmax, each over some of the keys, with their maxima m, in base 
 
     m = max(m₀, m₁)   aᵢ = 2 ** (mᵢ − m)   l = Σᵢ aᵢ lᵢ   o = Σᵢ aᵢ oᵢ   μ = Σᵢ aᵢ lᵢ μᵢ / l   ȯ = Σᵢ aᵢ (ȯᵢ + (μᵢ − μ) oᵢ)
 
-The tangent alone has P from the saved ℓ, in the place of m, so that all aᵢ are one.  Gradients are added up.
+The tangent alone has P from the saved ℓ, in the place of m, so that all aᵢ are one.  Gradients, and row sums of dS and ḋS, are
+added up.
 
 Every thread hands over what it holds to the thread with its number in the other program, through memory: its elements of the
 sums, and of statistics as many copies as make each thread's own, then a flag.  Nobody else reads these, so no thread waits for
@@ -150,8 +151,12 @@ def resumed(PARTS, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, statistics
 
 
 @gluon.jit
-def plus(part, sums, C: gl.constexpr):
-    """Sums and those of a part that was handed over."""
+def plus(part, sums, statistics, C: gl.constexpr):
+    """Sums and statistics, to which those of a part are added that was handed over."""
+    rows = stored_statistics(part, sums, statistics, C)
+    added = ()
+    for I in gl.static_range(len(statistics)):
+        added = added + (statistics[I] + rows[I],)
     totals = ()
     for I in gl.static_range(len(sums)):
         b_x = stored_sum(part, I, sums[I], C)
@@ -159,7 +164,7 @@ def plus(part, sums, C: gl.constexpr):
         for PART in gl.static_range(1, parts(C)):
             b_y = b_y + (sums[I][PART] + b_x[PART],)
         totals = totals + (b_y,)
-    return totals
+    return totals, added
 
 
 @gluon.jit
@@ -188,13 +193,15 @@ def joined(part, sums, statistics, C: gl.constexpr):
 
 
 @gluon.jit
-def with_others(PARTS, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, statistics, C: gl.constexpr):
-    """With what others have handed over, or will have, but not what this part has begun with."""
+def with_others(
+    PARTS, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, statistics, C: gl.constexpr, ADDED: gl.constexpr
+):  # fmt: skip
+    """With what others have handed over, or will have, but not what this part has begun with; ADDED, else parts of a softmax."""
     for program in range(work.since + work.resumed, work.until):
         part = part_of(PARTS, program, w, GROUPS, sums, statistics, C)
         flags(part, sums, statistics, C, AWAIT)
-        if len(statistics) == 0:
-            sums = plus(part, sums, C)
+        if ADDED:
+            sums, statistics = plus(part, sums, statistics, C)
         else:
             sums, statistics = joined(part, sums, statistics, C)
     return sums, statistics

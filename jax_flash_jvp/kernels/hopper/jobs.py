@@ -370,21 +370,23 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     key = ((x.key, tx.key), (x.value, tx.value))
 
     def side(ring: Ring, row: bool, wants, statistics, words: str = "") -> tuple:
+        """Its results, and of the query side's rows the statistics: of ℓ in base 2, where it makes those, δ and δ̇."""
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
         arrays = ((a, GROUP), (c, GROUP), (b, ring.tile), (e, ring.tile))
         tangents = ((ta, GROUP), (tc, GROUP), (tb, ring.tile), (te, ring.tile))
         makes = words == STATISTICS
         outputs = [(a if makes else None, GROUP) for a in (o, t_o)]
-        made = [call.statistic, call.statistic, call.statistic if dual else None] if makes else [None] * 3
+        made = [call.statistic if there else None for there in (makes, row, row and wants[2])]
+        rows_summed = (wants[0] or (wants[2] and tb is not None)) + wants[2] if row else 0
         like = call.output if row else call.key_gradient
         wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(
             ring, not row, call.rows(*arrays, *tangents, *outputs), statistics,
-            [like if w else None for w in wants], (sum(wants), 0), made, words,
+            [like if w else None for w in wants], (sum(wants), rows_summed), made, words,
             T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
-            HAS_D_LSE=makes and d_lse is not None, HAS_TD_LSE=makes and t_d_lse is not None, **wanted,
+            HAS_D_LSE=row and d_lse is not None, HAS_TD_LSE=row and t_d_lse is not None, **wanted,
         )  # fmt: skip
 
     d = call.width
@@ -396,21 +398,23 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         makes = want_tangent[0] and pairs and length <= STATISTICS_DUAL and not call.drifts(length)
     else:
         makes = want[0] and ring.tile >= GROUP  # rows of o in a slot
-    if makes:
-        dq, _, t_dq, _, *made = side(ring, True, wants, (log_sum_exp, mu, d_lse, t_d_lse), STATISTICS)
-        lse2, delta, t_delta = made
-    else:
+    words, saved, t_delta = STATISTICS, (log_sum_exp, mu, None, None), None
+    if not makes:
         lse2, delta, t_delta = portable._statistics(
             call.portable, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual
         )
-        if any(wants):
-            dq, _, t_dq, _, *_ = side(ring, True, wants, (lse2, mu, delta, t_delta))
+        words, saved = "", (lse2, mu, delta, t_delta)
+    if any(wants):
+        means = call.portable.key_means(tx.key if want_tangent[0] else None)
+        dq, _, t_dq, _, *made = side(ring, True, wants, (*saved, d_lse, t_d_lse, *means), words)
+        delta = made[1]
+        lse2, t_delta = made[0] if makes else lse2, made[2] if want_tangent[0] else t_delta
     wants = (want[1], want[2], want_tangent[1], want_tangent[2])
     kind = _kind(any(wants[:2]), any(wants[2:]))
 
     def key_side(ring: Ring, wants) -> tuple:
         order = " last-first" if call.alike and not dual else ""  # from rows on that the query side has just read
-        return side(call.ring(ring, True), False, wants, (lse2, mu, delta, t_delta), order)[:4]
+        return side(call.ring(ring, True), False, wants, (lse2, mu, delta, t_delta, *[None] * 5), order)[:4]
 
     if any(wants) and (d, kind) in KEY_SIDE:
         dk, dv, t_dk, t_dv = key_side(KEY_SIDE[d, kind], wants)

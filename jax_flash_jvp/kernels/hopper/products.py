@@ -232,6 +232,55 @@ def row_dot(b_x, b_y):
     return gl.convert_layout(b_r, gl.SliceLayout(1, b_x.type.layout))
 
 
+@triton.constexpr_function
+def lane_layout():
+    """Of [GROUP_ROWS, 4]: each of the four threads that hold a row of a product has an element."""
+    return gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [GROUP_ROWS, 4]
+    )
+
+
+@gluon.jit
+def lane_sums(b_p, dtype: gl.constexpr):
+    """[GROUP_ROWS, 4], of packed numbers: of each row the sums of what its four threads hold.  Nothing moves."""
+    if dtype == gl.bfloat16:  # by shifts, as conversions would wait for the unit for exponentials
+        b_0 = (b_p << 16).to(gl.float32, bitcast=True)
+        b_1 = (b_p & -65536).to(gl.float32, bitcast=True)
+    else:
+        b_x = unpacked(b_p, dtype, product_layout(2 * b_p.shape[1])).to(gl.float32)
+        b_0, b_1 = b_x.reshape([GROUP_ROWS, b_p.shape[1], 2]).split()
+    b_y = gl.sum((b_0 + b_1).reshape([GROUP_ROWS, b_p.shape[1] // 4, 4]), 1)
+    return gl.convert_layout(b_y, lane_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def over_lanes(b_r):
+    """A number for each row, as the sum of what its four threads hold."""
+    b_r = gl.expand_dims(gl.convert_layout(b_r * 0.25, gl.SliceLayout(1, lane_layout())), 1)
+    return b_r + gl.zeros([GROUP_ROWS, 4], gl.float32, lane_layout())
+
+
+@gluon.jit
+def summed_lanes(b_r, LAYOUT: gl.constexpr):
+    return gl.convert_layout(gl.sum(b_r, 1), LAYOUT)
+
+
+@gluon.jit
+def without_mean(b_x, b_r, MEAN, C: gl.constexpr, FIRST: gl.constexpr):
+    """The sums x − r mᵀ, of a number r for each row and one of m for each of C columns; x has those from part FIRST on."""
+    b_y = (part_without_mean(b_x[0], b_r, MEAN, C, FIRST),)
+    for PART in gl.static_range(1, len(b_x)):
+        b_y = b_y + (part_without_mean(b_x[PART], b_r, MEAN, C, FIRST + PART),)
+    return b_y
+
+
+@gluon.jit
+def part_without_mean(b_x, b_r, MEAN, C: gl.constexpr, PART: gl.constexpr):
+    o_c = before(C, PART) + gl.arange(0, width(C, PART), layout=gl.SliceLayout(0, b_x.type.layout))
+    b_m = gl.load(MEAN + o_c, mask=o_c < C, other=0.0)
+    return b_x - by_row(b_r, b_x) * gl.expand_dims(b_m, 0)
+
+
 @gluon.jit
 def store_rows(X, i_b, i_h, H, row, L, b_x, C: gl.constexpr, FIRST: gl.constexpr = 0):
     """From registers: the rows of a warpgroup, as far as they exist, in a contiguous [B, L, H, C] array; its columns from part

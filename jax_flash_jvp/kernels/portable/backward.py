@@ -14,6 +14,9 @@ the plain results are the cotangents of the tangents and the dotted ones those o
 
 A kernel each for what sums over queries (dK, dV), over keys (dQ), and over what a bias is broadcast along (`bias.py`), and
 one for δ before: no atomics, the same bits on every run.  Dropout multiplies the products with V and what meets d_o.
+
+A row of dS sums to the cotangent of ℓ, of ḋS to its tangent.  By how much a row exceeds that, as it is rounded and multiplied,
+`query_side` takes off δ, for the kernels after it, and off dQ, times a mean key of the head: see README.md, "Rounding".
 """
 
 import triton
@@ -23,13 +26,17 @@ from jax_flash_jvp.kernels.portable.scores import (
     INTEGERS,
     accumulated,
     aligned,
+    before,
+    block_pointers,
     has,
     inner,
     lengths,
     load_rows,
     load_statistic,
     log2_sum_exp,
+    operand,
     own_block,
+    parts,
     products,
     scaled,
     scores,
@@ -38,6 +45,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     tangent_products,
     tangent_scores,
     under_cap,
+    width,
 )
 from jax_flash_jvp.kernels.portable.visibility import (
     exists,
@@ -89,6 +97,48 @@ def statistics(
         if HAS_TD_LSE:
             b_t_delta -= tl.load(TD_LSE + x, mask=m_x, other=0.0)
         tl.store(T_DELTA + x, b_t_delta, mask=m_x)
+
+
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
+def key_means(
+    K, TK, K_LENGTHS, HK, LK, s_kb, s_kh, step,
+    MEAN, T_MEAN, COMMON,
+    D: tl.constexpr, BN: tl.constexpr, s_k: tl.constexpr, UNIT_K: tl.constexpr, FEATURES: tl.constexpr,
+    HAS_TK: tl.constexpr,
+):  # fmt: skip
+    """The mean of every `step`-th key of a head, within its length, and of their tangents.  Keys have much in common where the
+    square of the mean is more than twice what it would be by chance, if they had nothing."""
+    i = tl.program_id(0).to(tl.int64)
+    key_end = LK
+    if has(FEATURES, "key_lengths"):
+        key_end = tl.minimum(LK, tl.load(K_LENGTHS + i // HK))
+    n = tl.cdiv(key_end, step)
+    offset = (i // HK * s_kb + i % HK * s_kh) * UNIT_K
+    common = store_mean(MEAN + i * D, K + offset, s_k, n, step, D, BN)
+    if HAS_TK:
+        common = common | store_mean(T_MEAN + i * D, TK + offset, s_k, n, step, D, BN)
+    tl.store(COMMON + i, common.to(tl.int32))
+
+
+@triton.jit
+def store_mean(MEAN, K, s_k, n, step, D: tl.constexpr, BN: tl.constexpr):
+    o_r = tl.arange(0, BN)
+    per_n = 1.0 / tl.maximum(n, 1).to(tl.float32)
+    squares = 0.0
+    squared = 0.0  # the mean
+    for PART in tl.static_range(parts(D)):
+        o_d = before(D, PART) + tl.arange(0, width(D, PART))
+        b_mean = tl.zeros([width(D, PART)], tl.float32)
+        b_squares = tl.zeros([width(D, PART)], tl.float32)
+        for first in range(0, n, BN):
+            p_k, _ = block_pointers(K, first * step, s_k, o_r * step, D, PART)
+            b_k = tl.load(p_k, mask=(first + o_r < n)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+            b_mean += tl.sum(b_k, 0) * per_n
+            b_squares += tl.sum(b_k * b_k, 0)
+        tl.store(MEAN + o_d, b_mean, mask=o_d < D)
+        squares += tl.sum(b_squares) * per_n
+        squared += tl.sum(b_mean * b_mean)
+    return squared > 2.0 * per_n * squares
 
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
@@ -218,17 +268,19 @@ def key_side(
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def query_side(
-    Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
+    Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN,
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
-    D_Q, TD_Q,
+    D_Q, TD_Q, DELTA_OUT, T_DELTA_OUT,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     s_q: tl.constexpr, s_k: tl.constexpr, s_v: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     FEATURES: tl.constexpr, RAGGED: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
-    HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_TD_LSE: tl.constexpr,
+    WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ and its tangent for one block of queries: a pass over the keys."""
+    """dQ and its tangent for one block of queries, and δ and δ̇ less the excess of row sums: a pass over the keys."""
+    CAPPED: tl.constexpr = has(FEATURES, "cap")
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     LQ, LK = aligned(LQ, LK, FEATURES)
     i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
@@ -265,6 +317,11 @@ def query_side(
         mu = tl.load(MU + x, mask=m_x, other=0.0)
     b_dq = sums(BM, D) if WANT_Q else 0.0
     b_tdq = sums(BM, D) if WANT_TQ else 0.0
+    b_r = tl.zeros([BM], tl.float32)  # row sums of dS
+    b_tr = tl.zeros([BM], tl.float32)  # of ḋS
+    b_e = tl.zeros([BM], tl.float32)  # of what rounding adds to dS under a cap
+    b_te = tl.zeros([BM], tl.float32)  # to ḋS
+    b_c = tl.zeros([BM], tl.float32)  # of P under the cap
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
@@ -287,6 +344,10 @@ def query_side(
                     b_ds += thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
                 b_ds = b_p * b_ds
                 b_dx = under_cap(b_ds, b_u, FEATURES)
+                if CAPPED:
+                    b_c += tl.sum(under_cap(b_p, b_u, FEATURES), 1)
+                if WANT_Q or (WANT_TQ and HAS_TK):
+                    b_r, b_e = with_rows(b_r, b_e, b_ds, b_dx, b_k[0].dtype, PRECISION, FEATURES)
                 if WANT_Q:
                     b_dq = accumulated(b_dq, b_dx, b_k, PRECISION)
                 if WANT_TQ:
@@ -307,12 +368,65 @@ def query_side(
                     b_tdx = under_cap(b_tds, b_u, FEATURES)
                     if has(FEATURES, "cap") and HAS_TS:
                         b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
+                    b_tr, b_te = with_rows(b_tr, b_te, b_tds, b_tdx, b_k[0].dtype, PRECISION, FEATURES)
                     b_tdq = accumulated(b_tdq, b_tdx, b_k, PRECISION)
                     if HAS_TK:
                         b_tdq = accumulated(b_tdq, b_dx, b_tk, PRECISION)
 
+    m_x = i_m * BM + o_r < LQ
+    mean = (i_b * (HQ // GROUP) + i_h // GROUP) * D
+    if WANT_Q or (WANT_TQ and HAS_TK):
+        b_r = excess(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE)
+        tl.store(DELTA_OUT + x, delta + b_r, mask=m_x)
+        if CAPPED:
+            b_r = b_r * b_c + b_e
+        if WANT_Q:
+            b_dq = without_mean(b_dq, b_r, KEY_MEAN + mean, D)
+        if WANT_TQ and HAS_TK:
+            b_tdq = without_mean(b_tdq, b_r, T_KEY_MEAN + mean, D)
+    else:
+        tl.store(DELTA_OUT + x, delta, mask=m_x)
+    if WANT_TQ:
+        b_tr = excess(b_tr, lse2, TD_LSE, x, m_x, HAS_TD_LSE)
+        tl.store(T_DELTA_OUT + x, t_delta + b_tr, mask=m_x)
+        if CAPPED:
+            b_tr = b_tr * b_c + b_te
+        b_tdq = without_mean(b_tdq, b_tr, KEY_MEAN + mean, D)
     q_offset = (i_b * LQ * HQ + i_h) * D
     if WANT_Q:
         store_rows(D_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_dq, scale))
     if WANT_TQ:
         store_rows(TD_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_tdq, scale))
+
+
+@triton.jit
+def with_rows(b_r, b_e, b_ds, b_dx, dtype: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr):
+    """Row sums with those of a tile: of dS as it is multiplied, or, under a cap, of dS and of what rounding adds to it there."""
+    b_rounded = operand(b_dx, dtype, PRECISION).to(tl.float32)
+    if has(FEATURES, "cap"):
+        return b_r + tl.sum(b_ds, 1), b_e + tl.sum(b_rounded - b_dx, 1)
+    else:
+        return b_r + tl.sum(b_rounded, 1), b_e
+
+
+@triton.jit
+def excess(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE: tl.constexpr):
+    """By how much row sums exceed the cotangent of ℓ; a row that sees nothing has none."""
+    if HAS_D_LSE:
+        b_r -= tl.where(lse2 == float("inf"), 0.0, tl.load(D_LSE + x, mask=m_x, other=0.0))
+    return b_r
+
+
+@triton.jit
+def without_mean(b_x, b_r, MEAN, D: tl.constexpr):
+    """x − r mᵀ, of a number r for each row and the mean m."""
+    b_y = (part_without_mean(b_x[0], b_r, MEAN, D, 0),)
+    for PART in tl.static_range(1, len(b_x)):
+        b_y = b_y + (part_without_mean(b_x[PART], b_r, MEAN, D, PART),)
+    return b_y
+
+
+@triton.jit
+def part_without_mean(b_x, b_r, MEAN, D: tl.constexpr, PART: tl.constexpr):
+    o_d = before(D, PART) + tl.arange(0, width(D, PART))
+    return b_x - b_r[:, None] * tl.load(MEAN + o_d, mask=o_d < D, other=0.0)[None, :]

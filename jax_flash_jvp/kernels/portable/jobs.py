@@ -169,6 +169,22 @@ class _Call:
         )  # fmt: skip
         return listed
 
+    def key_means(self, t_key: Any) -> tuple[Any, Any, Any]:
+        """Of each head a mean key, that of the tangents, None without these, and whether keys, or tangents, have much in common:
+        from every so many keys, 512 at most."""
+        heads = (self.batch, self.key_heads)
+        mean = Output((*heads, self.head_dim), "float32")
+        step = max(1, min(8, self.key_length // 32), self.key_length // 512)
+        rows = 16 if self.launcher.target == "interpret" else 32 if self.key_length <= 1024 else 128
+        constants = {name: self.constants[name] for name in ("D", "s_k", "UNIT_K", "FEATURES")}
+        means, t_means, common = self.launcher.launch(
+            backward_kernels.key_means, self.batch * self.key_heads, (self.x.key, t_key, self.x.key_lengths),
+            (self.key_heads, self.key_length, *self.scalars[7:9], step),
+            (mean, Output((1,), "float32") if t_key is None else mean, Output(heads, "int32")),
+            dict(constants, BN=rows, HAS_TK=t_key is not None), 4, 1, registers=64 if rows == 32 else None,
+        )  # fmt: skip
+        return means, None if t_key is None else t_means, common
+
     def query_programs(self, tile: Tile) -> int:
         return triton.cdiv(self.query_length, tile.block_m) * self.batch * self.query_heads
 
@@ -220,10 +236,23 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
     dual = any(want_tangent)
     tx = tx._replace(bias=call.padded(tx.bias))
     lse2, delta, t_delta = _statistics(call, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual)
-    inputs = (*call.x[:3], *call.rounded((*tx[:3], d_o, t_d_o)), lse2, mu, delta, t_delta)
+    operands = (*call.x[:3], *call.rounded((*tx[:3], d_o, t_d_o)))
     has = dict(HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None)
     suffix = "_dual" if dual else ""
     dq = t_dq = d_bias = t_d_bias = None
+    if want[0] or want_tangent[0]:  # first, for it makes δ and δ̇ more exact
+        t = call.tile("query_side" + suffix)
+        means = call.key_means(operands[4] if want_tangent[0] else None)
+        dq, t_dq, delta, t_delta_of_rows = call.run(
+            backward_kernels.query_side, t, call.query_programs(t),
+            (*operands, lse2, mu, delta, t_delta, d_lse, t_d_lse, *means[:2]),
+            [call.query_gradient if w else None for w in (want[0], want_tangent[0])]
+            + [call.statistic, call.statistic if want_tangent[0] else None],
+            tx, WANT_Q=want[0], WANT_TQ=want_tangent[0], HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None,
+            **has,
+        )  # fmt: skip
+        t_delta = t_delta_of_rows if want_tangent[0] else t_delta
+    inputs = (*operands, lse2, mu, delta, t_delta)
     key_gradients = [None] * 4  # dK, dV and their tangents
     for wanted in _key_passes(call, (*want[1:3], *want_tangent[1:3])):
         t = call.tile(("value_side" if dual and not (wanted[0] or wanted[2]) else "key_side") + suffix)
@@ -234,13 +263,6 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
             **dict(zip(("WANT_K", "WANT_V", "WANT_TK", "WANT_TV"), wanted, strict=True)), **has,
         )  # fmt: skip
         key_gradients = [new if w else old for new, old, w in zip(got, key_gradients, wanted, strict=True)]
-    if want[0] or want_tangent[0]:
-        t = call.tile("query_side" + suffix)
-        dq, t_dq = call.run(
-            backward_kernels.query_side, t, call.query_programs(t), inputs,
-            [call.query_gradient if w else None for w in (want[0], want_tangent[0])],
-            tx, WANT_Q=want[0], WANT_TQ=want_tangent[0], **has,
-        )  # fmt: skip
     if want[3] or want_tangent[3]:
         d_bias, t_d_bias = _bias_gradients(call, inputs, tx, (want[3], want_tangent[3]), has)
     dk, dv, t_dk, t_dv = key_gradients
