@@ -244,7 +244,8 @@ def _in_int32(x: Operands) -> Operands:
     def length(a: Any) -> Any:  # beyond all arrays is as good as at their end
         if a is None or a.dtype == jnp.int32:
             return a
-        return jnp.minimum(a, min(LARGEST, jnp.iinfo(a.dtype).max)).astype(jnp.int32)
+        limits = jnp.iinfo(a.dtype)
+        return jnp.clip(a, max(-1, limits.min), min(LARGEST, limits.max)).astype(jnp.int32)
 
     x = x._replace(query_lengths=length(x.query_lengths), key_lengths=length(x.key_lengths))
     segments = (x.query_segments, x.key_segments)

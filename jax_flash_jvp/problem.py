@@ -124,10 +124,8 @@ def warn_if_none_visible(window: tuple[int | None, int | None] | None, is_causal
     left, right = window or (None, None)
     right = min(right or 0, 0) if is_causal else right
     if left is not None and right is not None and left + right < 0:
-        warnings.warn(
-            f"`local_window_size`={window} hides every key from every query: the result is zero; None, not -1, is for a side "
-            "without a limit", stacklevel=3,
-        )  # fmt: skip
+        text = f"`local_window_size`={window} hides every key from every query: the result is zero"
+        warnings.warn(f"{text}; None, not -1, is for a side without a limit", stacklevel=3)
 
 
 def refuse_unknown(function: str, unknown: Iterable[str], ours: dict[str, str]) -> NoReturn:

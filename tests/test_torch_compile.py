@@ -1,10 +1,12 @@
 """torch.compile and torch.export: right numbers by the kernels of eager mode, or a clear error; never wrong numbers."""
 
+import contextlib
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -216,6 +218,36 @@ def test_dual_level_around_a_compiled_model_without_gradients(backend):
                 run()
         else:
             check(run, lambda: by_func(Model(naive), *batch()), "DD")
+
+
+@pytest.mark.parametrize("backend", SLOW_INDUCTOR)
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_compiled_model_without_tangents_beside_a_level(backend, mode):
+    """Of the same thread or of another, in PyTorch for the whole process."""
+    net, inputs = Model(), batch()[:3]
+    run = compiled(net, backend, False)
+    with mode():
+        expected = net(*inputs)
+    got, level = [], torch.autograd.forward_ad.dual_level
+
+    def call():
+        with mode():
+            got.append(run(*inputs))
+
+    def from_another_thread(x):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return x.sin()
+
+    with level():
+        call()  # compiled here
+        call()
+        from_another_thread(inputs[0])
+    jvp(from_another_thread, inputs[:1], inputs[:1])
+    assert len(got) == 4
+    for a in got:
+        torch.testing.assert_close(a, expected)
 
 
 def test_programs_name_the_sources_of_their_gradients():
