@@ -31,6 +31,7 @@ OURS = {  # by their names in other libraries
     "sm_scale": "scale", "softmax_scale": "scale", "causal": "is_causal", "window_size": "local_window_size",
     "sliding_window": "local_window_size", "softcap": "logits_soft_cap", "attn_mask": "mask", "dropout_p": "dropout_rate",
     "dropout_rng": "dropout_key", "return_lse": "return_residual", "segment_ids": "query_segment_ids",
+    **dict.fromkeys(("dtype", "precision", "deterministic", "broadcast_dropout"), "jax_flash_jvp.flax.attention_fn"),
 }  # fmt: skip
 
 
@@ -63,8 +64,8 @@ def dot_product_attention(
 
     Arguments up to `return_residual`, and results, are those of :func:`jax.nn.dot_product_attention`, but for the names of
     implementations, and for the log-sum-exp, which there has the dtype of `query` and no derivative; the other arguments are
-    what other attention libraries offer.  In shapes, B is the batch size, T the number of
-    queries, S of keys, N the number of query heads, K of key heads, H the channels of a query's head and Hv of a value's.
+    what other attention libraries offer.  In shapes, B is the batch size, T the number of queries, S of keys, N the number
+    of query heads, K of key heads, H the channels of a query's head and Hv of a value's.
 
     Args:
       query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64.  The kernels serve H and Hv from 1 to 256.
@@ -115,6 +116,8 @@ def dot_product_attention(
       NotImplementedError: kernels are asked for by name, and a job of the derivative does not fit the GPU.
 
     Float32 products follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.
+
+    In place of Flax's function of the same name, with its `dtype` and `precision`, see :func:`jax_flash_jvp.flax.attention_fn`.
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """

@@ -398,6 +398,7 @@ ERRORS = {
         changed(key_value_seq_lengths=[1, 2**40]), ValueError, "`key_value_seq_lengths` must fit int32, or `jax_enable_x64`"
     ),
     "another-name": (changed(sm_scale=0.5), TypeError, "keyword argument 'sm_scale': did you mean `scale`?"),
+    "of-flax": (changed(dtype="bfloat16"), TypeError, "'dtype': did you mean `jax_flash_jvp.flax.attention_fn`?"),
     "no-name": (changed(temperature=0.5), TypeError, "dot_product_attention() got an unexpected keyword argument 'temperature'"),
     "dropout-rate": (changed(dropout_rate=1.1), ValueError, "`dropout_rate` must be between 0 and 1: got 1.1"),
     "dropout-key": (changed(dropout_rate=0.5), ValueError, "`dropout_key` must be given where `dropout_rate` is above 0"),

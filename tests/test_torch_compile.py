@@ -1,6 +1,7 @@
 """torch.compile and torch.export: right numbers by the kernels of eager mode, or a clear error; never wrong numbers."""
 
 import contextlib
+import math
 import os
 import pathlib
 import shutil
@@ -13,8 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from functorch.compile import make_boxed_func  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._dynamo import reset  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.func import grad, hessian, jacfwd, jvp, vmap  # noqa: E402
 
 import torch_bridge  # noqa: E402
@@ -350,3 +353,36 @@ def test_numbers_may_be_symbolic():
         torch.testing.assert_close(scaled(q, scale), sdpa(q, q, q, scale=scale))
     by_shape = lambda q: sdpa(q, q, q, scale=q.shape[-1] ** -0.5)
     torch.testing.assert_close(torch.compile(by_shape, backend="eager", fullgraph=True, dynamic=True)(q), by_shape(q))
+
+
+# ------------------------------------------------------------------------------------------------ beside eager
+
+
+def test_a_compiled_step_is_compared_with_the_eager_one():
+    net, seen = Model(), []
+
+    def step(net, *inputs):
+        o, t_o = by_func(net, *inputs)
+        noise = nn.functional.dropout(o, 0.5)
+        seen.append(noise.detach())
+        return ((noise + t_o.detach()) ** 2).mean(), {"norm": o.norm()}
+
+    def halved(graph, inputs):
+        return make_boxed_func(lambda *a: [g if g is None else g / 2 for g in graph(*a)])
+
+    wrong = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=halved)
+    state = torch.get_rng_state()
+    assert torch_bridge.compare_compiled(step, net, *batch(), parameters=net.parameters(), backend="aot_eager") < 1e-12
+    torch.testing.assert_close(seen[0], seen[-1])
+    assert torch.equal(state, torch.get_rng_state())
+    error = torch_bridge.compare_compiled(step, net, *batch(), parameters=net.parameters(), backend=wrong)
+    assert abs(error - 0.5) < 1e-12
+    assert torch_bridge.compare_compiled(step, net, *batch(), backend=wrong) < 1e-12  # the loss alone
+
+    def unlike():
+        return q.detach().requires_grad_() * (nan if torch.compiler.is_compiling() else 1)
+
+    nan = torch.nan
+    assert math.isnan(torch_bridge.compare_compiled(unlike, backend="eager"))
+    nothing = lambda: net.time.weight.sum() if torch.compiler.is_compiling() else net.time.bias.sum()
+    assert torch_bridge.compare_compiled(nothing, parameters=[net.time.bias], backend="eager") == math.inf
