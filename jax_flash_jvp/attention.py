@@ -228,14 +228,13 @@ def _four_dimensional(name: str, a: jax.Array) -> jax.Array:
 def _index(name: str, a: Any) -> Any:
     """An array; without int64, JAX would cut off what numbers of the host have beyond int32."""
     for leaf in jax.tree.leaves(a):
-        if (
-            not isinstance(leaf, int | np.integer | np.ndarray)
-            or np.size(leaf) == 0
-            or np.asarray(leaf).dtype.kind not in "iu"
-        ):
+        if isinstance(leaf, int):
+            dtype, least, most = "int64", leaf, leaf
+        elif isinstance(leaf, np.integer | np.ndarray) and leaf.dtype.kind in "iu" and leaf.size:
+            dtype, least, most = leaf.dtype.name, int(leaf.min()), int(leaf.max())
+        else:
             continue
-        least, most = int(np.min(leaf)), int(np.max(leaf))
-        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(dtype))
         if not limits.min <= least <= most <= limits.max:
             raise ValueError(f"`{name}` must fit {limits.dtype}, or `jax_enable_x64` be set: got {least} to {most}")
     return as_array(name, a)

@@ -223,5 +223,5 @@ def unserved(x: Operands) -> str | None:
     for name in ("query", "value"):
         channels = getattr(x, name).shape[-1]
         if not 1 <= channels <= MAX_HEAD_DIM:
-            return f"`{name}` of {channels} channels a head, where they have 1 to {MAX_HEAD_DIM}"
+            return f"heads of {channels} channels in `{name}`, but of 1 to {MAX_HEAD_DIM}"
     return None

@@ -199,7 +199,7 @@ def test_heads_that_are_too_wide_for_the_kernels(arguments, caplog):
 
     for got, expected in zip(derivatives(wide, wide), derivatives(few, few), strict=True):
         np.testing.assert_allclose(got[..., : expected.shape[-1]], expected, rtol=2e-4, atol=2e-4)
-    reason = "`query` of 280 channels a head, where they have 1 to 256"
+    reason = "heads of 280 channels in `query`, but of 1 to 256"
     with pytest.raises(
         ValueError, match=re.escape(f"'interpret' does not serve {reason}; leave `implementation` None")
     ):
@@ -396,6 +396,9 @@ ERRORS = {
     ),
     "length-too-large": (
         changed(key_value_seq_lengths=[1, 2**40]), ValueError, "`key_value_seq_lengths` must fit int32, or `jax_enable_x64`"
+    ),
+    "length-far-too-large": (
+        changed(query_seq_lengths=np.array([1, 2**63], np.uint64)), ValueError, "`query_seq_lengths` must fit uint32, or"
     ),
     "another-name": (changed(sm_scale=0.5), TypeError, "keyword argument 'sm_scale': did you mean `scale`?"),
     "of-flax": (changed(dtype="bfloat16"), TypeError, "'dtype': did you mean `jax_flash_jvp.flax.attention_fn`?"),

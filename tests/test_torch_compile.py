@@ -386,3 +386,7 @@ def test_a_compiled_step_is_compared_with_the_eager_one():
     assert math.isnan(torch_bridge.compare_compiled(unlike, backend="eager"))
     nothing = lambda: net.time.weight.sum() if torch.compiler.is_compiling() else net.time.bias.sum()
     assert torch_bridge.compare_compiled(nothing, parameters=[net.time.bias], backend="eager") == math.inf
+    with pytest.raises(TypeError, match="`step` must return tensors, such as a loss: got none"):
+        torch_bridge.compare_compiled(lambda: None)
+    with pytest.raises(ValueError, match="nothing that `step` returns requires a gradient"):
+        torch_bridge.compare_compiled(lambda: q, parameters=net.parameters())

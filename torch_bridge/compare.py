@@ -20,6 +20,10 @@ def compare_compiled(step: Callable, *args: Any, parameters: Iterable[Tensor] = 
         optimizer's step stays outside.
       parameters: tensors that require gradients, as `model.parameters()`; those that do not are left out.
       options: of :func:`torch.compile`, as the training uses them.
+
+    Raises:
+      TypeError: `step` returns no tensors.
+      ValueError: `parameters` are given, but nothing that `step` returns requires a gradient.
     """
     from torch._inductor import config
 
@@ -29,8 +33,12 @@ def compare_compiled(step: Callable, *args: Any, parameters: Iterable[Tensor] = 
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(0)
             results = [a for a in tree_leaves(function(*args)) if isinstance(a, Tensor)]
-            total = sum(a.sum() for a in results if a.requires_grad)
-            gradients = torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ()
+            if not results:
+                raise TypeError("`step` must return tensors, such as a loss: got none")
+            moving = [a.sum() for a in results if a.requires_grad]
+            if wanted and not moving:
+                raise ValueError("`parameters` were given, but nothing that `step` returns requires a gradient")
+            gradients = torch.autograd.grad(moving, wanted, allow_unused=True) if wanted else ()
         return [*(a.detach() for a in results), *gradients]
 
     eager = run(step)

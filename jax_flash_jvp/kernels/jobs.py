@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bool = True) -> ModuleType:
-    from jax_flash_jvp.kernels.portable import jobs as portable  # needs Triton, which there is for Linux alone
+    from jax_flash_jvp.kernels.portable import jobs as portable  # needs Triton, which macOS and Windows do without
 
     if problem.implementation == "portable" or (launcher.target != 90 and problem.implementation != "hopper"):
         return portable
