@@ -1,6 +1,7 @@
 """The public function."""
 
-from typing import Any
+import warnings
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,22 @@ from jax_flash_jvp.problem import (
     check_operands,
     dropout_rate_of,
     lower_right_of,
+    refuse_unknown,
     soft_cap_of,
     unserved,
+    warn_if_none_visible,
     window_of,
 )
 from jax_flash_jvp.reference import cut
 
 IMPLEMENTATIONS = (None, *KERNEL_IMPLEMENTATIONS, "xla", "interpret")
+LARGEST = np.iinfo(np.int32).max
+OURS = {  # by their names in other libraries
+    "sm_scale": "scale", "softmax_scale": "scale", "causal": "is_causal", "window_size": "local_window_size",
+    "sliding_window": "local_window_size", "softcap": "logits_soft_cap", "attn_mask": "mask", "dropout_p": "dropout_rate",
+    "dropout_rng": "dropout_key", "return_lse": "return_residual", "segment_ids": "query_segment_ids",
+    **dict.fromkeys(("dtype", "precision", "deterministic", "broadcast_dropout"), "jax_flash_jvp.flax.attention_fn"),
+}  # fmt: skip
 
 
 def dot_product_attention(
@@ -46,20 +56,22 @@ def dot_product_attention(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
+    **unknown: Never,
 ) -> Any:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
 
     .. math::  O = \mathrm{softmax}(\sigma Q K^T + B) V
 
     Arguments up to `return_residual`, and results, are those of :func:`jax.nn.dot_product_attention`, but for the names of
-    implementations; the others are what other attention libraries offer.  In shapes, B is the batch size, T the number of
-    queries, S of keys, N the number of query heads, K of key heads, H the channels of a query's head and Hv of a value's.
+    implementations, and for the log-sum-exp, which there has the dtype of `query` and no derivative; the other arguments are
+    what other attention libraries offer.  In shapes, B is the batch size, T the number of queries, S of keys, N the number
+    of query heads, K of key heads, H the channels of a query's head and Hv of a value's.
 
     Args:
-      query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64; H at most 256.
+      query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64.  The kernels serve H and Hv from 1 to 256.
       key: [B, S, K, H] or [S, K, H], in the dtype of `query`.  N must be a multiple of K: with K < N, consecutive groups of
         N // K query heads share a key head (grouped-query attention, arXiv:2305.13245).
-      value: [B, S, K, Hv] or [S, K, Hv], like `key`; Hv at most 256.
+      value: [B, S, K, Hv] or [S, K, Hv], like `key`.
       bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S], or with K heads.  Differentiable.  Where
         it is -1e5 or less, the key is hidden, as by -inf; where no score with it is above -9e4, all keys may be.
       mask: boolean, True where a query attends to a key; broadcast likewise.
@@ -67,8 +79,8 @@ def dot_product_attention(
         in 16 bits derivatives along it err about 1.4 times as much as those of naive attention, and in float16 the product
         must stay below 65,504.
       is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
-      query_seq_lengths: int32 [B], or a number where `query` is [T, N, H]; queries from there on give zeros.
-      key_value_seq_lengths: int32, likewise; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
+      query_seq_lengths: integers [B], or one where `query` is [T, N, H]; queries from there on give zeros.
+      key_value_seq_lengths: likewise; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
         may hold anything; NaN in keys that are hidden otherwise may reach queries nearby.
       local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right, either of
         which may be negative; None for one of the two does not limit it.
@@ -80,13 +92,14 @@ def dot_product_attention(
       causal_alignment: "upper_left", as in jax.nn, or "lower_right": then `is_causal` and `local_window_size` count queries
         from the end, i + S - T in place of i, so that the last query sees the last key, as when decoding.  T and S are those
         of the arrays, whatever the lengths: of a padded cache, pass what is filled, or a `mask`.
-      query_segment_ids: int32 [B, T], or [T] where `query` is [T, N, H]; a query attends to keys of its own segment: packed
-        documents.  Where they are in order, tiles without a common segment are not visited.
-      key_value_segment_ids: int32 [B, S], or [S]; given together with `query_segment_ids`.
+      query_segment_ids: integers [B, T], or [T] where `query` is [T, N, H]; a query attends to keys of its own segment: packed
+        documents.  Where they are in order, tiles without a common segment are not visited.  Those that int32 need not hold
+        (int64, uint32, uint64) are sorted first.
+      key_value_segment_ids: integers [B, S], or [S]; given together with `query_segment_ids`.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before bias and masks (arXiv:2408.00118, section 2).
       sinks: [N]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable, but
         ``jax.linear_transpose`` does not transpose a call with sinks in its values.
-      dropout_rate: the share of probabilities that are dropped, in [0, 1); the others are divided by 1 - rate.
+      dropout_rate: the share of probabilities that are dropped, in [0, 1]; the others are divided by 1 - rate.
       dropout_key: a key of jax.random, from which the same are dropped in every derivative.
 
     Returns:
@@ -99,16 +112,22 @@ def dot_product_attention(
       ValueError: shapes that do not fit or are symbolic beyond the batch, numbers out of range, one of two arguments that go
         together, or an `implementation` that is unknown or does not serve the call.
       TypeError: dtypes that are not supported or differ, arguments that are no number or flag, or traced (but `scale`).
+      UserWarning: a window that hides all keys, as (-1, -1) does.
       NotImplementedError: kernels are asked for by name, and a job of the derivative does not fit the GPU.
 
     Float32 products follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.
 
+    In place of Flax's function of the same name, with its `dtype` and `precision`, see :func:`jax_flash_jvp.flax.attention_fn`.
+
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
+    if unknown:
+        refuse_unknown("dot_product_attention", unknown, OURS)
     arrays = dict(query=query, key=key, value=value, bias=bias, mask=mask)
     lengths = dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
     segments = dict(query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids)
-    given = {name: as_array(name, a) for name, a in {**arrays, **lengths, **segments}.items()}
+    given = {name: as_array(name, a) for name, a in arrays.items()}
+    given |= {name: _index(name, a) for name, a in {**lengths, **segments}.items()}
     ndim = given["query"].ndim
     for name in ("query", "key", "value"):
         if given[name].ndim != ndim or ndim not in (3, 4):
@@ -123,21 +142,32 @@ def dot_product_attention(
             )
     heads = {1, given["query"].shape[-2], given["key"].shape[-2]}
     for name in ("bias", "mask"):
-        if given[name] is not None and given[name].ndim == 3 and given[name].shape[0] not in heads:
+        if given[name] is None or given[name].ndim != 3:
+            continue
+        if given[name].shape[0] not in heads:
             raise ValueError(
                 f"`{name}` of three axes must be [heads, query length, key length]: got {given[name].shape}; one for each "
                 f"batch entry is `{name}[:, None]`"
+            )
+        if ndim == 4 and given[name].shape[0] == given["query"].shape[0] != 1:
+            warnings.warn(
+                f"`{name}` of three axes is taken as one for each head, of which there are as many as batch entries: got "
+                f"{given[name].shape}; write `{name}[None]` to say so, or `{name}[:, None]` for one for each batch entry",
+                stacklevel=2,
             )
     for name in arrays:
         if given[name] is not None:
             given[name] = _four_dimensional(name, given[name])
     for name in (*lengths, *segments):
         if given[name] is not None and ndim == 3 and given[name].ndim == (name in segments):
-            given[name] = _int32(given[name])[None]
+            given[name] = given[name][None]
     rate = dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
     given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
     x = Operands(*given.values())
     check_operands(x)
+    x = _in_int32(x)
+    if rate == 1:  # o is zero, which does not reach ℓ
+        x, rate = x._replace(value=x.value * 0, seed=None), 0.0
     if isinstance(scale, jax.core.Tracer):
         x, scale = x._replace(query=_times(cut(x.query, x.query_lengths), scale)), 1
     sink_scores = as_array("sinks", sinks)
@@ -149,7 +179,7 @@ def dot_product_attention(
         )
     with_residual = _flag("return_residual", return_residual)
     problem = Problem(
-        scale=number("scale", scale, x.query.shape[-1] ** -0.5),
+        scale=number("scale", scale, max(1, x.query.shape[-1]) ** -0.5),
         is_causal=_flag("is_causal", is_causal),
         window=_window(local_window_size),
         lower_right=lower_right_of(causal_alignment),
@@ -160,6 +190,7 @@ def dot_product_attention(
     )
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"`implementation` must be one of {IMPLEMENTATIONS}: got {implementation!r}")
+    warn_if_none_visible(problem.window, problem.is_causal)
     reason = unserved(x)
     if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") and reason is not None:
         raise ValueError(
@@ -194,11 +225,47 @@ def _four_dimensional(name: str, a: jax.Array) -> jax.Array:
     return a.reshape((1,) * (4 - a.ndim) + a.shape)
 
 
-def _int32(a: jax.Array) -> jax.Array:
-    """Of a Python number, which is an int64 under `jax_enable_x64`; other arrays as they are."""
-    if not a.weak_type or a.dtype != jnp.int64:
-        return a
-    return jnp.clip(a, -1, np.iinfo(np.int32).max).astype(jnp.int32)
+def _index(name: str, a: Any) -> Any:
+    """An array; without int64, JAX would cut off what numbers of the host have beyond int32."""
+    for leaf in jax.tree.leaves(a):
+        if isinstance(leaf, int):
+            dtype, least, most = "int64", leaf, leaf
+        elif isinstance(leaf, np.integer | np.ndarray) and leaf.dtype.kind in "iu" and leaf.size:
+            dtype, least, most = leaf.dtype.name, int(leaf.min()), int(leaf.max())
+        else:
+            continue
+        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(dtype))
+        if not limits.min <= least <= most <= limits.max:
+            raise ValueError(f"`{name}` must fit {limits.dtype}, or `jax_enable_x64` be set: got {least} to {most}")
+    return as_array(name, a)
+
+
+def _in_int32(x: Operands) -> Operands:
+    """Lengths and segments, of whatever integers."""
+
+    def length(a: Any) -> Any:  # beyond all arrays is as good as at their end
+        if a is None or a.dtype == jnp.int32:
+            return a
+        limits = jnp.iinfo(a.dtype)
+        return jnp.clip(a, max(-1, limits.min), min(LARGEST, limits.max)).astype(jnp.int32)
+
+    x = x._replace(query_lengths=length(x.query_lengths), key_lengths=length(x.key_lengths))
+    segments = (x.query_segments, x.key_segments)
+    if segments[0] is None or all(a.dtype == jnp.int32 for a in segments):
+        return x
+    if any(jnp.iinfo(a.dtype).bits > 16 and a.dtype != jnp.int32 for a in segments):
+        dtype = np.promote_types(*(a.dtype for a in segments))
+        if dtype.kind not in "iu" or dtype != jax.dtypes.canonicalize_dtype(dtype):
+            raise TypeError(
+                f"`query_segment_ids` and `key_value_segment_ids` must fit one dtype: got {segments[0].dtype} and "
+                f"{segments[1].dtype}; cast one of them"
+            )
+        queries = segments[0].shape[1]
+        both = jnp.concatenate([a.astype(dtype) for a in segments], 1)
+        ranks = jax.vmap(jnp.searchsorted)(jnp.sort(both), both)
+        segments = ranks[:, :queries], ranks[:, queries:]
+    queries, keys = (a.astype(jnp.int32) for a in segments)
+    return x._replace(query_segments=queries, key_segments=keys)
 
 
 def number(name: str, value: Any, default: float) -> float:

@@ -1,7 +1,9 @@
-"""`attention_fn` for `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
+"""`attention_fn` for `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`, and in place of
+`flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention` where a model calls these itself.
 
     from jax_flash_jvp.flax import attention_fn
     layer = nnx.MultiHeadAttention(..., attention_fn=attention_fn)
+    output = attention_fn(query, key, value, dtype=jnp.bfloat16)
 
 Options are fixed with `functools.partial(attention_fn, implementation="triton", local_window_size=(256, 0))`.
 Flax itself is not imported: the two classes only agree on the names of the arguments.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash_jvp import interpret, reference
+from jax_flash_jvp import reference
 from jax_flash_jvp.kernel_primitive import leaves_like
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows, pointers
@@ -192,7 +192,16 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
         return by_reference(x, *args, problem=problem, **static)
     if wanted == "interpret":
         problem = dataclasses.replace(problem, precision="ieee")  # its products are exact
-    launcher: Interpreter | JaxTriton = Interpreter() if wanted == "interpret" else JaxTriton()
+    try:
+        launcher: Interpreter | JaxTriton = Interpreter() if wanted == "interpret" else JaxTriton()
+    except ImportError as error:
+        if wanted is not None or _first_gpu() is not None:
+            raise
+        # lowered for another machine, as by jax.export
+        logger.warning(
+            "attention %s: %s; on the GPU that this is for, the tiled reference will compute it", name, error
+        )
+        return by_reference(x, *args, problem=problem, **static)
     job: Callable = functools.partial(_by_kernels, name, launcher, problem=problem, **static)
     if isinstance(divided, str) and launcher.on_shards:
         logger.warning(
@@ -254,7 +263,12 @@ class Interpreter(_Contiguous):
     multiprocessors: int | None = None
     on_shards = False  # XLA would call what is gone: callbacks that are made while it compiles are not kept
 
+    def __init__(self):
+        _import_triton()
+
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        from jax_flash_jvp import interpret
+
         def host(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
             results = [np.full(o.shape, interpret.unwritten(o.dtype), jnp.dtype(o.dtype)) for o in outputs]
@@ -308,6 +322,16 @@ def _first_gpu() -> Any:
         return None
 
 
+def _import_triton() -> None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "the kernels need Triton, which is not installed: install it, or leave `implementation` None where there is no "
+            "NVIDIA GPU, or ask for 'xla'"
+        ) from error
+
+
 _importing = threading.Lock()  # what it guards belongs to the whole process
 
 
@@ -319,6 +343,7 @@ def _import_jax_triton() -> Any:
 @functools.cache
 def _imported() -> Any:
     """Imported when the first kernel is lowered: it cannot be used beside a jaxlib without CUDA."""
+    _import_triton()
     cache = os.environ.get("TRITON_CACHE_DIR")
     import triton.backends.nvidia.driver as driver
 

@@ -13,10 +13,11 @@ where `*` stands for the leading axes that vmap adds, and K divides N (grouped-q
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256  # of the kernels
 # A bias that is not above it hides: beside such scores, float32 does not hold the logarithm of a sum.  -1e5 in bfloat16.
 HIDES = -99840.0
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -118,10 +119,26 @@ def soft_cap_of(value: float | None) -> float | None:
     return value if value is None else float(value)
 
 
+def warn_if_none_visible(window: tuple[int | None, int | None] | None, is_causal: bool) -> None:
+    """-1 is what other libraries write for no limit; here windows may begin behind a query, and may then be empty."""
+    left, right = window or (None, None)
+    right = min(right or 0, 0) if is_causal else right
+    if left is not None and right is not None and left + right < 0:
+        text = f"`local_window_size`={window} hides every key from every query: the result is zero"
+        warnings.warn(f"{text}; None, not -1, is for a side without a limit", stacklevel=3)
+
+
+def refuse_unknown(function: str, unknown: Iterable[str], ours: dict[str, str]) -> NoReturn:
+    """A TypeError that names the argument of `ours` that another library calls so."""
+    name = next(iter(unknown))
+    hint = f": did you mean `{ours[name]}`?" if name in ours else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument '{name}'{hint}")
+
+
 def dropout_rate_of(name: str, value: float) -> float:
-    if not 0 <= value < 1:
-        raise ValueError(f"`{name}` must be at least 0 and below 1: got {value}")
-    return min(float(value), 1 - 2**-24)  # float32's last below 1
+    if not 0 <= value <= 1:
+        raise ValueError(f"`{name}` must be between 0 and 1: got {value}")
+    return 1.0 if value == 1 else min(float(value), 1 - 2**-24)  # float32's last below 1
 
 
 # ------------------------------------------------------------------------------------------------ the arrays
@@ -143,18 +160,12 @@ def check_operands(x: Operands) -> None:
         raise ValueError(
             f"`key` must have as many channels as `query`: got query[..., {query[3]}] and key[..., {key[3]}]"
         )
-    if key[2] == 0:
-        raise ValueError("`key` must have at least one head: got none")
-    if query[2] % key[2]:
+    if query[2] % key[2] if key[2] else query[2]:
+        swapped = query[1] == key[1] < min(query[2], key[2])
+        hint = "; if heads and length are the wrong way round, swap these two axes of each" if swapped else ""
         raise ValueError(
-            f"the number of heads of `query` must be a multiple of that of `key`: got {query[2]} and {key[2]}"
+            f"the number of heads of `query` must be a multiple of that of `key`: got {query[2]} and {key[2]}{hint}"
         )
-    for name, channels in (("query", query[3]), ("value", value[3])):
-        if not 1 <= channels <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"`{name}` must have between 1 and {MAX_HEAD_DIM} channels a head: got {name}[..., {channels}]; "
-                "split the channels over more heads"
-            )
     batch, queries, keys = query[0], query[1], key[1]
     for name, array in (("bias", x.bias), ("mask", x.mask)):
         if array is not None:
@@ -168,8 +179,8 @@ def check_operands(x: Operands) -> None:
         name, array = SELECTORS[field], getattr(x, field)
         if array is not None and shape_of(name, array) != shape:
             raise ValueError(f"`{name}` must have shape {shape}, {what}: got {tuple(array.shape)}")
-        if array is not None and dtype_of(array) != "int32":
-            raise TypeError(f"`{name}` must be int32: got {dtype_of(array)}; cast it")
+        if array is not None and not dtype_of(array).startswith(("int", "uint")):
+            raise TypeError(f"`{name}` must be of integers: got {dtype_of(array)}; cast it")
     if (x.query_segments is None) != (x.key_segments is None):
         raise ValueError("`query_segment_ids` and `key_value_segment_ids` must be given together, or neither")
 
@@ -209,4 +220,8 @@ def unserved(x: Operands) -> str | None:
         return f"{dtype_of(x.query)} arrays"
     if not all(isinstance(n, int) for n in x.query.shape):
         return "a symbolic batch"
+    for name in ("query", "value"):
+        channels = getattr(x, name).shape[-1]
+        if not 1 <= channels <= MAX_HEAD_DIM:
+            return f"heads of {channels} channels in `{name}`, but of 1 to {MAX_HEAD_DIM}"
     return None

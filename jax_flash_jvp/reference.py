@@ -91,7 +91,7 @@ class Tiles:
     def __init__(self, x: Operands, problem: Problem) -> None:
         self.x, self.problem = x, problem
         self.rows, self.columns = Axis.cut(x.query.shape[1]), Axis.cut(x.key.shape[1])
-        self.heads = (x.key.shape[2], x.query.shape[2] // x.key.shape[2])
+        self.heads = (x.key.shape[2], x.query.shape[2] // max(1, x.key.shape[2]))
         self.dtype = np.promote_types(x.query.dtype, jnp.float32)
         self.reach = problem.reach(self.rows.length, self.columns.length)
         self.arrays: dict[str, Arrays] = {place: {} for place in PLACES.values()}

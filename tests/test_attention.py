@@ -1,9 +1,13 @@
 """The public function: its arguments, its errors, and its agreement with jax.nn.dot_product_attention."""
 
 import inspect
+import itertools
+import pathlib
 import re
 import subprocess
 import sys
+import tomllib
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +160,122 @@ def test_empty_axes(sizes, implementation):
         assert not gradient.any()
 
 
+@pytest.mark.parametrize("sizes", [(0, 0, H), (0, K, H), (N, K, 0)], ids=["no-heads", "no-query-heads", "no-channels"])
+def test_no_heads_or_no_channels(sizes):
+    heads, key_heads, channels = sizes
+    x = [jnp.zeros(s) for s in [(B, T, heads, channels), (B, S, key_heads, channels)]] + [
+        jnp.ones((B, S, key_heads, 3))
+    ]
+    attend = lambda *x: dot_product_attention(
+        *x, bias=jnp.asarray(BIAS[:, :1]), is_causal=True, local_window_size=(9, None)
+    )
+    output = attend(*x)
+    np.testing.assert_allclose(output, jnp.ones((B, T, heads, 3)), rtol=1e-6)
+    gradient = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))
+    for derivatives in jax.jvp(gradient, x, x):
+        for a, b in zip(derivatives, x, strict=True):
+            assert a.shape == b.shape
+            assert jnp.isfinite(a).all()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(bias=BIAS, is_causal=True, key_value_seq_lengths=LENGTHS, local_window_size=(9, 3)),
+        dict(mask=MASK, logits_soft_cap=2.0, sinks=np.ones(N)),
+        dict(dropout_rate=0.5, dropout_key=jax.random.key(0), query_seq_lengths=LENGTHS),
+    ],
+    ids=["bias-causal-lengths-window", "mask-cap-sinks", "dropout"],
+)
+def test_heads_that_are_too_wide_for_the_kernels(arguments, caplog):
+    """The references serve them: here with channels of zero, which change nothing."""
+    value = oracle.normal(5, B, S, K, 300)
+    few = float32(QUERY, KEY, value)
+    wide = float32(*(np.pad(a, [(0, 0)] * 3 + [(0, 272)]) for a in (QUERY, KEY)), value)
+    attend = lambda *x: dot_product_attention(*x, scale=0.1, **arguments)
+
+    def derivatives(x, t):
+        gradient = jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2))
+        through = jax.grad(lambda *x: (jnp.sin(attend(*x)) * jax.jvp(attend, x, t)[1]).sum(), (0, 1, 2))
+        return attend(*x), jax.jvp(attend, x, t)[1], *gradient(*x), *jax.jvp(gradient, x, t)[1], *through(*x)
+
+    for got, expected in zip(derivatives(wide, wide), derivatives(few, few), strict=True):
+        np.testing.assert_allclose(got[..., : expected.shape[-1]], expected, rtol=2e-4, atol=2e-4)
+    reason = "heads of 280 channels in `query`, but of 1 to 256"
+    with pytest.raises(
+        ValueError, match=re.escape(f"'interpret' does not serve {reason}; leave `implementation` None")
+    ):
+        dot_product_attention(*wide, implementation="interpret")
+    with caplog.at_level("DEBUG", "jax_flash_jvp"):
+        jax.jit(attend).trace(*wide).lower(lowering_platforms=("cuda",))
+    assert f"the kernels do not serve {reason}; the tiled reference computes it" in caplog.text
+
+
+def test_everything_is_dropped():
+    x = float32(QUERY, KEY, VALUE)
+    attend = lambda *x: dot_product_attention(*x, return_residual=True, **dropout)
+    dropout = dict(dropout_rate=1, dropout_key=jax.random.key(0))
+    (output, residual), tangents = jax.jvp(attend, x, x)
+    assert not output.any()
+    assert not tangents[0].any()
+    assert not any(a.any() for a in jax.grad(lambda *x: (attend(*x)[0] + 1).sum(), (0, 1, 2))(*x))
+    dropout = dict()
+    expected, t_expected = jax.jvp(lambda *x: attend(*x)[1], x, x)
+    np.testing.assert_array_equal(residual, expected)
+    np.testing.assert_allclose(tangents[1], t_expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="`dropout_key` must be given"):
+        dot_product_attention(*x, dropout_rate=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "x64"),
+    [*itertools.product(["int4", "uint8", "int16", "uint32"], [False, True]), ("int64", True), ("uint64", True)],
+)
+def test_every_dtype_of_integers_is_an_index(dtype, x64):
+    x, draw = float32(QUERY, KEY, VALUE), np.random.default_rng(0)
+    arrays = dict(key_value_seq_lengths=LENGTHS, query_segment_ids=draw.integers(0, 3, (B, T)))
+    arrays = {
+        n: a.astype(np.int32) for n, a in (arrays | dict(key_value_segment_ids=draw.integers(0, 3, (B, S)))).items()
+    }
+    expected = dot_product_attention(*x, **arrays)
+    with jax.enable_x64(x64):
+        attend = jax.jit(lambda arrays: dot_product_attention(*x, **arrays))
+        for given in (arrays, {n: jnp.asarray(a, jnp.dtype(dtype)) for n, a in arrays.items()}):
+            np.testing.assert_allclose(attend(given), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_indices_beyond_int32():
+    x, long = float32(QUERY, KEY, VALUE), 2**32
+    with jax.enable_x64(True):
+        segments = np.array([[0, long, long, 0, 3 * long]] * B), np.array([[0, long, 3 * long, 0, long, 0, 0]] * B)
+        expected = dot_product_attention(*x, mask=(segments[0][:, :, None] == segments[1][:, None])[:, None])
+        segments = dict(zip(("query_segment_ids", "key_value_segment_ids"), map(jnp.asarray, segments), strict=True))
+        got = jax.jit(lambda **k: dot_product_attention(*x, **k))(
+            key_value_seq_lengths=jnp.array([long, S]), **segments
+        )
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [dict(local_window_size=(-1, -1)), dict(local_window_size=(-1, 4), is_causal=True)])
+def test_a_window_without_keys_is_told_of(window):
+    with pytest.warns(
+        UserWarning, match="hides every key from every query: .*None, not -1, is for a side without"
+    ) as told:
+        assert not dot_product_attention(*float32(QUERY, KEY, VALUE), **window).any()
+    assert told[0].filename == __file__
+
+
+def test_a_mask_for_batch_entries_or_heads():
+    x = float32(QUERY[:, :, :B], KEY, VALUE)
+    with pytest.warns(
+        UserWarning, match=r"`mask` of three axes is taken as one for each head, .*`mask\[None\]` to say so"
+    ):
+        by_head = dot_product_attention(*x, mask=MASK[0, :B])
+    with warnings.catch_warnings(action="error"):
+        np.testing.assert_array_equal(by_head, dot_product_attention(*x, mask=MASK[None, 0, :B]))
+        dot_product_attention(*(a[0] for a in x), mask=MASK[0, :B])
+
+
 @pytest.mark.parametrize("by", ["mask", "bias", "query_seq_lengths", "key_value_seq_lengths", "local_window_size"])
 def test_queries_that_see_nothing(by):
     """They give zeros and -inf, and derivatives of zero, not NaN, in every order."""
@@ -224,9 +344,8 @@ ERRORS = {
     "heads": (changed(value=(B, S, 1, H)), ValueError, "`value` must have as many heads as `key`: got 1 heads"),
     "channels": (changed(key=(B, S, K, 6)), ValueError, "got query[..., 8] and key[..., 6]"),
     "group": (changed(query=(B, T, 3, H)), ValueError, "must be a multiple of that of `key`: got 3 and 2"),
-    "no-heads": (changed(key=(B, S, 0, H), value=(B, S, 0, H)), ValueError, "`key` must have at least one head"),
-    "wide": (changed(query=(B, T, N, 264), key=(B, S, K, 264)), ValueError, "split the channels over more heads"),
-    "no-channels": (changed(value=(B, S, K, 0)), ValueError, "`value` must have between 1 and 256 channels a head"),
+    "no-heads": (changed(key=(B, S, 0, H), value=(B, S, 0, H)), ValueError, "must be a multiple of that of `key`: got 4 and 0"),
+    "swapped": (changed(query=(B, 3, 9, H), key=(B, 3, 7, H), value=(B, 3, 7, H)), ValueError, "swap these two axes of each"),
     "integers": (changed(query=jnp.zeros((B, T, N, H), int)), TypeError, "got int32; cast it first"),
     "random-keys": (changed(query=jax.random.split(jax.random.key(0), (B, T, N, H))), TypeError, "got key<fry>; cast"),
     "dtypes": (changed(key=jnp.zeros((B, S, K, H), "bfloat16")), TypeError, "got bfloat16 and float32; cast one"),
@@ -241,7 +360,7 @@ ERRORS = {
         changed(query_seq_lengths=jnp.ones(3, jnp.int32)), ValueError, "`query_seq_lengths` must have shape (2,), one"
     ),
     "lengths-dtype": (
-        changed(key_value_seq_lengths=jnp.ones(B)), TypeError, "`key_value_seq_lengths` must be int32: got float32"
+        changed(key_value_seq_lengths=jnp.ones(B)), TypeError, "`key_value_seq_lengths` must be of integers: got float32"
     ),
     "scale-text": (changed(scale="big"), TypeError, "`scale` must be a number: got str"),
     "scale-nan": (changed(scale=float("nan")), ValueError, "`scale` must be finite in float32: got nan"),
@@ -265,7 +384,7 @@ ERRORS = {
     ),
     "segments-dtype": (
         changed(query_segment_ids=jnp.zeros((B, T)), key_value_segment_ids=jnp.zeros((B, S), jnp.int32)),
-        TypeError, "`query_segment_ids` must be int32: got float32",
+        TypeError, "`query_segment_ids` must be of integers: got float32",
     ),
     "soft-cap": (
         changed(logits_soft_cap=-1.0), ValueError,
@@ -273,7 +392,20 @@ ERRORS = {
     ),
     "tiny soft-cap": (changed(logits_soft_cap=1e-39), ValueError, "`logits_soft_cap` must be positive and at least"),
     "sinks-shape": (changed(sinks=jnp.zeros(K)), ValueError, "`sinks` must have shape (4,), one number a query head: got"),
-    "dropout-rate": (changed(dropout_rate=1.0), ValueError, "`dropout_rate` must be at least 0 and below 1: got 1.0"),
+    "segments-of-two-dtypes": (
+        changed(query_segment_ids=jnp.zeros((B, T), jnp.uint32), key_value_segment_ids=jnp.zeros((B, S), jnp.int32)),
+        TypeError, "must fit one dtype: got uint32 and int32; cast one of them",
+    ),
+    "length-too-large": (
+        changed(key_value_seq_lengths=[1, 2**40]), ValueError, "`key_value_seq_lengths` must fit int32, or `jax_enable_x64`"
+    ),
+    "length-far-too-large": (
+        changed(query_seq_lengths=np.array([1, 2**63], np.uint64)), ValueError, "`query_seq_lengths` must fit uint32, or"
+    ),
+    "another-name": (changed(sm_scale=0.5), TypeError, "keyword argument 'sm_scale': did you mean `scale`?"),
+    "of-flax": (changed(dtype="bfloat16"), TypeError, "'dtype': did you mean `jax_flash_jvp.flax.attention_fn`?"),
+    "no-name": (changed(temperature=0.5), TypeError, "dot_product_attention() got an unexpected keyword argument 'temperature'"),
+    "dropout-rate": (changed(dropout_rate=1.1), ValueError, "`dropout_rate` must be between 0 and 1: got 1.1"),
     "dropout-key": (changed(dropout_rate=0.5), ValueError, "`dropout_key` must be given where `dropout_rate` is above 0"),
     "dropout-key-type": (
         changed(dropout_rate=0.5, dropout_key="seed"), TypeError,
@@ -573,3 +705,28 @@ def test_a_bias_that_hides_in_every_dtype(implementation):
     for dtype in (jnp.bfloat16, jnp.float32):
         o = dot_product_attention(q, q, q, jnp.full((5, 5), -1e5, dtype), implementation=implementation)
         assert not o.any()
+
+
+def test_without_triton():
+    """As where there is none: macOS and Windows."""
+    program = """
+import sys
+sys.modules["triton"] = sys.modules["jax_triton"] = None
+import jax, jax.numpy as jnp
+import jax_flash_jvp.flax
+from jax_flash_jvp import dot_product_attention
+q = jnp.ones((1, 4, 2, 8))
+for implementation in (None, "xla"):
+    gradient = jax.grad(lambda q: dot_product_attention(q, q, q, implementation=implementation).sum())
+    assert jax.jvp(gradient, (q,), (q,))[1].shape == q.shape
+try:
+    dot_product_attention(q, q, q, implementation="interpret")
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("the kernels need Triton, which is not installed")
+    text = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
+    wanted = [d for d in tomllib.loads(text)["project"]["dependencies"] if "triton" in d]
+    assert len(wanted) == 2
+    assert all(d.endswith("; sys_platform == 'linux'") for d in wanted)

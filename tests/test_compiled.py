@@ -126,12 +126,17 @@ def test_threads_that_lower_their_first_kernels_keep_the_directory_of_the_cache(
 
 
 @pytest.mark.skipif(hasattr(gpu_triton, "get_compute_capability"), reason="a jaxlib with CUDA")
-def test_lowering_for_a_gpu_where_that_cannot_be(monkeypatch):
+def test_lowering_for_a_gpu_where_that_cannot_be(monkeypatch, caplog):
     monkeypatch.setenv("TRITON_CACHE_DIR", "a place of the user's")
     # not what another test of this process imported with launches recorded
     monkeypatch.setattr(launch, "_imported", launch._imported.__wrapped__)
     q = jnp.ones((1, 4, 1, 8))
     function = jax.jit(lambda q: dot_product_attention(q, q, q))
+    kernels = jax.jit(lambda q: dot_product_attention(q, q, q, implementation="triton"))
     with pytest.raises(ImportError, match="cannot be compiled here"):
-        function.trace(q).lower(lowering_platforms=("cuda",))
+        kernels.trace(q).lower(lowering_platforms=("cuda",))
+    exported = jax.export.export(function, platforms=("cpu", "cuda"))(q)
+    assert "cannot be compiled here" in caplog.text
+    assert "on the GPU that this is for, the tiled reference will compute it" in caplog.text
+    np.testing.assert_array_equal(exported.call(q), function(q))
     assert os.environ["TRITON_CACHE_DIR"] == "a place of the user's"

@@ -228,3 +228,13 @@ def test_errors_name_the_argument(changes, error, text):
     x = np.ones((2, 5, 4, 8), np.float32)
     with pytest.raises(error, match=text):
         attention_fn(**{**dict(query=x, key=x, value=x), **changes})
+
+
+@pytest.mark.parametrize("of", [nnx, flax.linen], ids=["nnx", "linen"])
+def test_in_place_of_the_function_of_flax(of):
+    x = [jnp.asarray(random(i, (2, LENGTH, HEADS, 4)), jnp.float32) for i in range(3)]
+    got, expected = (f(*x, dtype=jnp.bfloat16).astype(jnp.float32) for f in (attention_fn, of.dot_product_attention))
+    np.testing.assert_allclose(got, expected, rtol=2**-6, atol=2**-6)
+    assert attention_fn(*x, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    dropped = attention_fn(*x, dropout_rate=1.0, broadcast_dropout=False, dropout_rng=jax.random.key(0))
+    assert not dropped.any()

@@ -369,3 +369,19 @@ def test_consistency_step_under_transformations():
         step = lambda implementation: jax.jit(jax.vmap(jax.value_and_grad(lambda w: loss(implementation, w, h, t_h))))
         got, expected = step("triton")(many(weights)), step("xla")(many(weights))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), got, expected)
+
+
+def test_heads_that_the_kernels_do_not_serve(caplog):
+    x = [jnp.asarray(oracle.normal(i, 1, 40, 2, 264), jnp.float32) for i in range(3)]
+
+    def derivatives(attention):
+        gradient = jax.grad(lambda *x: jnp.sin(attention(*x)).sum(), (0, 1, 2))
+        return attention(*x), gradient(*x), jax.jvp(gradient, x, x)[1]
+
+    with jax.default_matmul_precision("highest"), caplog.at_level("DEBUG", "jax_flash_jvp"):
+        got, expected = derivatives(dot_product_attention), derivatives(jax.nn.dot_product_attention)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+    assert (
+        "do not serve heads of 264 channels in `query`, but of 1 to 256; the tiled reference computes it" in caplog.text
+    )

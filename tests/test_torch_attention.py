@@ -26,9 +26,16 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noq
 import torch_bridge  # noqa: E402
 from jax_flash_jvp import interpret  # noqa: E402
 from jax_flash_jvp.kernels.launcher import Rows, pointers  # noqa: E402
-from jax_flash_jvp.problem import Problem  # noqa: E402
+from jax_flash_jvp.problem import Operands, Problem, unserved  # noqa: E402
 from test_torch_oracle import check, leaves, naive  # noqa: E402
-from torch_bridge import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, operators, reference  # noqa: E402  # noqa: E402
+from torch_bridge import (  # noqa: E402
+    attention,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    operators,
+    reference,
+)
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -240,7 +247,9 @@ A, B = normal(2, 4, 5, 8), normal(2, 2, 5, 8)
 Sharded = type("Sharded", (torch.Tensor,), dict(placements=()))  # as a DTensor
 X = normal(1, 1, 3, 4)
 ERRORS = {
-    "dropout": (ValueError, "`dropout_p` must be at least 0 and below 1", lambda: sdpa(A, A, A, dropout_p=1.0)),
+    "dropout": (ValueError, "`dropout_p` must be between 0 and 1", lambda: sdpa(A, A, A, dropout_p=1.1)),
+    "another-name": (TypeError, "argument 'sm_scale': did you mean `scale`", lambda: sdpa(A, A, A, sm_scale=0.5)),
+    "no-name": (TypeError, "unexpected keyword argument 'temperature'$", lambda: sdpa(A, A, A, temperature=0.5)),
     "alignment": (ValueError, "or 'lower_right': got 'right'", lambda: sdpa(A, A, A, causal_alignment="right")),
     "alignment-of-a-bias": (
         ValueError,
@@ -257,15 +266,28 @@ ERRORS = {
     "soft-cap": (ValueError, "`logits_soft_cap` must be positive", lambda: sdpa(A, A, A, logits_soft_cap=0.0)),
     "sharded": (ValueError, "`key` must not be a DTensor", lambda: sdpa(A, A.as_subclass(Sharded), A)),
     "sinks": (ValueError, "`sinks` must have shape", lambda: sdpa(A, A, A, sinks=torch.zeros(7))),
-    "lengths": (TypeError, "`query_seq_lengths` must be int32", lambda: sdpa(A, A, A, query_seq_lengths=torch.ones(2))),
+    "lengths": (
+        TypeError,
+        "`query_seq_lengths` must be of integers",
+        lambda: sdpa(A, A, A, query_seq_lengths=torch.ones(2)),
+    ),
     "mask-and-causal": (ValueError, "must not be given together", lambda: sdpa(A, A, A, A[..., :5], is_causal=True)),
     "heads": (ValueError, "pass enable_gqa=True", lambda: sdpa(A, B, B)),
+    "swapped": (
+        ValueError,
+        r"pass the transpose\(1, 2\) of each, or call flash_attn_func",
+        lambda: sdpa(normal(2, 9, 4, 8), *[normal(2, 7, 4, 8)] * 2),
+    ),
+    "swapped-gqa": (
+        ValueError,
+        "swap these two axes of each",
+        lambda: sdpa(normal(2, 9, 4, 8), *[normal(2, 7, 4, 8)] * 2, enable_gqa=True),
+    ),
     "heads-gqa": (ValueError, "multiple", lambda: sdpa(A, A[:, :3], A[:, :3], enable_gqa=True)),
     "value-heads": (ValueError, "`value` must have as many heads", lambda: sdpa(A, A, B, enable_gqa=True)),
     "batch": (ValueError, "must broadcast", lambda: sdpa(normal(3, 4, 5, 8), A, A)),
     "channels": (ValueError, r"got query\[..., 8\] and key\[..., 4\]", lambda: sdpa(A, A[..., :4], A)),
     "length": (ValueError, "`value` must be as long as `key`", lambda: sdpa(A, A, A[:, :, :3])),
-    "too-many-channels": (ValueError, "256", lambda: sdpa(*[normal(1, 1, 2, 257)] * 3)),
     "axes": (ValueError, "at least", lambda: sdpa(A[0, 0, 0], A, A)),
     "mask-shape": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A, A, A, normal(3, 1, 1, 1))),
     "mask-axes": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A[0], A[0], A[0], normal(1, 1, 1, 1))),
@@ -414,6 +436,115 @@ def test_patch_reaches_models_and_names():
     with pytest.raises(KeyError), torch_bridge.patch():
         raise KeyError
     assert F.scaled_dot_product_attention is original
+
+
+def test_patch_looks_again_only_where_something_changed(monkeypatch):
+    original, looked = F.scaled_dot_product_attention, []
+    places = attention._places
+    monkeypatch.setattr(attention, "_places", lambda: looked.append(True) or places())
+    with torch_bridge.patch():
+        looked.clear()
+    for _ in range(3):
+        with torch_bridge.patch(), torch_bridge.patch():
+            assert F.scaled_dot_product_attention is sdpa
+    assert not looked
+    module = types.ModuleType("a_model")
+    monkeypatch.setitem(sys.modules, "a_model", module)
+    with torch_bridge.patch():
+        pass
+    for name in ("attend", "again"):  # of a module that was looked at before
+        setattr(module, name, original)
+        with torch_bridge.patch():
+            assert getattr(module, name) is F.scaled_dot_product_attention is sdpa
+        assert getattr(module, name) is F.scaled_dot_product_attention is original
+
+
+def test_a_module_is_scripted_while_patched():
+    class Attention(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with torch_bridge.patch():
+        scripted = torch.jit.script(Attention())
+    check(lambda: scripted(A, A, A), lambda: naive(A, A, A, is_causal=True), "")
+
+
+def test_sdpa_kernel_is_told_once_to_be_ignored(caplog, monkeypatch):
+    monkeypatch.setattr(attention._Said, "sdpa_kernel", False)
+    with caplog.at_level("DEBUG", "torch_bridge"):
+        sdpa(A, A, A)
+        assert not caplog.text
+        with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+            sdpa(A, A, A)
+            sdpa(A, A, A)
+    assert caplog.text.count("sdpa_kernel is without effect") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(attn_mask=normal(2, 4, 5, 5), local_window_size=(9, 3)),
+        dict(attn_mask=normal(5, 5) > -1, logits_soft_cap=2.0, sinks=normal(4)),
+        dict(is_causal=True, key_value_seq_lengths=torch.tensor([3, 5])),
+    ],
+    ids=["bias-window", "mask-cap-sinks", "causal-lengths"],
+)
+def test_heads_that_are_too_wide_for_the_kernels(arguments):
+    """The reference serves them: here with channels of zero, which change nothing."""
+    f = partial(sdpa, scale=0.1, **arguments)
+    x, value = (A, A + 1), normal(2, 4, 5, 300)
+    wider = lambda q, k, v: f(F.pad(q, (0, 272)), F.pad(k, (0, 272)), v)
+    check(lambda: everything(wider, *x, value), lambda: everything(f, *x, value), tolerance=1e-11)
+    few, wide = (Operands(*(normal(1, 1, 2, n, dtype=torch.float32) for n in (d, d, 3))) for d in (256, 257))
+    assert unserved(few) is None
+    assert unserved(wide) == "heads of 257 channels in `query`, but of 1 to 256"
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 4), (0, 2, 4), (4, 2, 0)], ids=["no-heads", "no-query-heads", "no-channels"])
+def test_no_heads_or_no_channels(sizes):
+    heads, key_heads, channels = sizes
+    x = torch.zeros(2, heads, 5, channels), torch.zeros(2, key_heads, 7, channels), torch.ones(2, key_heads, 7, 3)
+    f = partial(sdpa, enable_gqa=True, local_window_size=(9, 9))
+    torch.testing.assert_close(f(*x), torch.ones(2, heads, 5, 3))
+    assert all(a.isfinite().all() for a in leaves(everything(f, *x)))
+
+
+def test_everything_is_dropped():
+    (o, t_o), gradients, _ = everything(sdpa, A, A, A, dropout_p=1)
+    assert not any(a.any() for a in (o, t_o, *gradients))
+    assert o.shape == A.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint16, torch.uint32, torch.int64, torch.uint64], ids=str)
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, lambda f: torch.compile(f, backend="aot_eager")], ids=["eager", "compiled"]
+)
+def test_every_dtype_of_integers_is_an_index(dtype, wrap):
+    lengths, segments = torch.tensor([3, 5]), torch.tensor([[0, 0, 2, 1, 2], [1, 0, 0, 0, 1]])
+    mask = segments[:, None, :, None] == segments[:, None, None, :]
+    mask = mask & (torch.arange(5) < lengths[:, None])[:, None, None, :]
+    f = lambda q, n, s: sdpa(q, q, q, key_value_seq_lengths=n, query_segment_ids=s, key_value_segment_ids=s)
+    got = wrap(f)(A, lengths.to(dtype), segments.to(dtype))
+    torch.testing.assert_close(got, naive(A, A, A, mask).nan_to_num(0))
+    if dtype.itemsize == 8:  # beyond int32
+        got = f(A, torch.tensor([2**40, 5]).to(dtype), (segments * 2**32).to(dtype))
+        torch.testing.assert_close(got[0], naive(A, A, A, segments[:, None, :, None] == segments[:, None, None, :])[0])
+    if dtype == torch.int64:
+        mapped = torch.vmap(f)(A[:, None], lengths[:, None], segments[:, None])
+        torch.testing.assert_close(mapped[:, 0], f(A, lengths, segments))
+
+
+def test_segments_of_two_dtypes():
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"must fit one dtype: got torch\.uint64 and torch\.int64; cast one"):
+        sdpa(A, A, A, query_segment_ids=ids.to(torch.uint64), key_value_segment_ids=ids)
+
+
+def test_a_window_without_keys_is_told_of():
+    with pytest.warns(UserWarning, match="hides every key from every query: .*None, not -1, is for a side") as told:
+        assert not sdpa(A, A, A, local_window_size=(-1, -1)).any()
+    assert told[0].filename == __file__
+    assert not torch.compile(partial(sdpa, local_window_size=-1), backend="aot_eager", fullgraph=True)(A, A, A).any()
 
 
 def test_autocast():
@@ -1212,3 +1343,17 @@ def test_functions_are_overridden_as_those_of_torch(name):
     assert seen == [function]
     for result in (named.as_subclass(torch.Tensor), got, torch.fx.symbolic_trace(attend)(q)):
         torch.testing.assert_close(result, attend(q))
+
+
+def test_without_triton(monkeypatch, caplog):
+    """As in PyTorch for Windows."""
+
+    class OnGpu(torch.Tensor):
+        device = types.SimpleNamespace(type="cuda")
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+    monkeypatch.setattr(operators, "TRITON", False)
+    with caplog.at_level("DEBUG", "torch_bridge"):
+        o, _ = operators.compute("forward", A.as_subclass(OnGpu), A, A, None, None, False, 0.5, "", False)
+    torch.testing.assert_close(o, naive(A, A, A, scale=0.5))
+    assert "Triton is not installed; the reference computes it" in caplog.text

@@ -1,18 +1,23 @@
 """torch.compile and torch.export: right numbers by the kernels of eager mode, or a clear error; never wrong numbers."""
 
+import contextlib
+import math
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from functorch.compile import make_boxed_func  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._dynamo import reset  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.func import grad, hessian, jacfwd, jvp, vmap  # noqa: E402
 
 import torch_bridge  # noqa: E402
@@ -218,6 +223,36 @@ def test_dual_level_around_a_compiled_model_without_gradients(backend):
             check(run, lambda: by_func(Model(naive), *batch()), "DD")
 
 
+@pytest.mark.parametrize("backend", SLOW_INDUCTOR)
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_compiled_model_without_tangents_beside_a_level(backend, mode):
+    """Of the same thread or of another, in PyTorch for the whole process."""
+    net, inputs = Model(), batch()[:3]
+    run = compiled(net, backend, False)
+    with mode():
+        expected = net(*inputs)
+    got, level = [], torch.autograd.forward_ad.dual_level
+
+    def call():
+        with mode():
+            got.append(run(*inputs))
+
+    def from_another_thread(x):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return x.sin()
+
+    with level():
+        call()  # compiled here
+        call()
+        from_another_thread(inputs[0])
+    jvp(from_another_thread, inputs[:1], inputs[:1])
+    assert len(got) == 4
+    for a in got:
+        torch.testing.assert_close(a, expected)
+
+
 def test_programs_name_the_sources_of_their_gradients():
     """PyTorch keeps them on disk by operators' names and arguments: after an update, old gradients would be used."""
     graphs = []
@@ -318,3 +353,40 @@ def test_numbers_may_be_symbolic():
         torch.testing.assert_close(scaled(q, scale), sdpa(q, q, q, scale=scale))
     by_shape = lambda q: sdpa(q, q, q, scale=q.shape[-1] ** -0.5)
     torch.testing.assert_close(torch.compile(by_shape, backend="eager", fullgraph=True, dynamic=True)(q), by_shape(q))
+
+
+# ------------------------------------------------------------------------------------------------ beside eager
+
+
+def test_a_compiled_step_is_compared_with_the_eager_one():
+    net, seen = Model(), []
+
+    def step(net, *inputs):
+        o, t_o = by_func(net, *inputs)
+        noise = nn.functional.dropout(o, 0.5)
+        seen.append(noise.detach())
+        return ((noise + t_o.detach()) ** 2).mean(), {"norm": o.norm()}
+
+    def halved(graph, inputs):
+        return make_boxed_func(lambda *a: [g if g is None else g / 2 for g in graph(*a)])
+
+    wrong = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=halved)
+    state = torch.get_rng_state()
+    assert torch_bridge.compare_compiled(step, net, *batch(), parameters=net.parameters(), backend="aot_eager") < 1e-12
+    torch.testing.assert_close(seen[0], seen[-1])
+    assert torch.equal(state, torch.get_rng_state())
+    error = torch_bridge.compare_compiled(step, net, *batch(), parameters=net.parameters(), backend=wrong)
+    assert abs(error - 0.5) < 1e-12
+    assert torch_bridge.compare_compiled(step, net, *batch(), backend=wrong) < 1e-12  # the loss alone
+
+    def unlike():
+        return q.detach().requires_grad_() * (nan if torch.compiler.is_compiling() else 1)
+
+    nan = torch.nan
+    assert math.isnan(torch_bridge.compare_compiled(unlike, backend="eager"))
+    nothing = lambda: net.time.weight.sum() if torch.compiler.is_compiling() else net.time.bias.sum()
+    assert torch_bridge.compare_compiled(nothing, parameters=[net.time.bias], backend="eager") == math.inf
+    with pytest.raises(TypeError, match="`step` must return tensors, such as a loss: got none"):
+        torch_bridge.compare_compiled(lambda: None)
+    with pytest.raises(ValueError, match="nothing that `step` returns requires a gradient"):
+        torch_bridge.compare_compiled(lambda: q, parameters=net.parameters())

@@ -343,3 +343,29 @@ def test_overhead_of_a_call(capsys, kernels_alone):
         print(f"\nhost time of a call, µs: JVP in a dual level {in_level:.0f}, torch.func.jvp {by_jvp:.0f}")
         print(f"(of two additions {torch_jvp:.0f}), without tangents {plain:.0f}, torch's SDPA {theirs:.0f}")
     assert in_level < max(160, 1.2 * torch_jvp)
+
+
+@pytest.mark.parametrize("channels", [512, 0])
+def test_heads_that_the_kernels_do_not_serve(channels, caplog):
+    generator = torch.Generator().manual_seed(0)
+    x = tuple(torch.randn(1, 2, 40, n, generator=generator, dtype=torch.float64) for n in (channels, channels, 8))
+    expected = (*jvp(sdpa, x, x), *grad(lambda *x: sdpa(*x).sin().sum(), (0, 1, 2))(*x))
+    on_gpu = tuple(a.float().cuda() for a in x)
+    with caplog.at_level("DEBUG", "torch_bridge"):
+        got = (*jvp(sdpa, on_gpu, on_gpu), *grad(lambda *x: sdpa(*x).sin().sum(), (0, 1, 2))(*on_gpu))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-4)
+    assert "the reference computes it" in caplog.text
+
+
+def test_every_dtype_of_integers_is_an_index():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 2, 40, 16, generator=generator).cuda()
+    lengths, segments = (
+        torch.tensor([30, 40]).cuda(),
+        torch.randint(0, 3, (2, 40), generator=generator).sort().values.cuda(),
+    )
+    attend = lambda n, s: sdpa(q, q, q, key_value_seq_lengths=n, query_segment_ids=s, key_value_segment_ids=s)
+    expected = attend(lengths.int(), segments.int())
+    for dtype in (torch.int64, torch.uint8, torch.uint32, torch.uint64):
+        torch.testing.assert_close(attend(lengths.to(dtype), segments.to(dtype)), expected, rtol=0, atol=0)

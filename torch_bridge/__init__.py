@@ -7,8 +7,10 @@ from torch_bridge.attention import (
     patch,
     scaled_dot_product_attention,
 )
+from torch_bridge.compare import compare_compiled
 
 __all__ = [
+    "compare_compiled",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

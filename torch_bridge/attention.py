@@ -1,6 +1,7 @@
 """The public functions."""
 
 import contextlib
+import logging
 import math
 import numbers
 import pathlib
@@ -9,7 +10,7 @@ import threading
 import types
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,23 @@ from jax_flash_jvp.problem import (
     check_operands,
     dropout_rate_of,
     lower_right_of,
+    refuse_unknown,
     soft_cap_of,
+    warn_if_none_visible,
     window_of,
 )
 from torch_bridge import rules  # noqa: F401  (gives the operators their derivatives)
 from torch_bridge.operators import ops
 
+logger = logging.getLogger(__name__)
 FLOATS = tuple(getattr(torch, name) for name in DTYPES)
+LARGEST = 2**31 - 1
+NARROW = (torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint8)  # fit int32
+OURS = {  # by their names in other libraries
+    "sm_scale": "scale", "softmax_scale": "scale", "causal": "is_causal", "window_size": "local_window_size",
+    "sliding_window": "local_window_size", "softcap": "logits_soft_cap", "mask": "attn_mask", "bias": "attn_mask",
+    "attn_bias": "attn_mask", "dropout_rate": "dropout_p", "dropout": "dropout_p", "s_aux": "sinks",
+}  # fmt: skip
 DROPS_DERIVATIVES = torch.__version__ < "2.12"  # in inference mode, of every operator
 # Of this package's sources.  PyTorch keeps compiled programs on disk, gradients included, by the names and arguments of their
 # operators: without this option, which says nothing to them, those of another version would be used.
@@ -57,6 +68,7 @@ def scaled_dot_product_attention(
     key_value_segment_ids: Tensor | None = None,
     logits_soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    **unknown: Never,
 ) -> Tensor:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
 
@@ -65,16 +77,16 @@ def scaled_dot_product_attention(
     Takes the place of :func:`torch.nn.functional.scaled_dot_product_attention`, whose arguments end with `enable_gqa`; the
     others are what other attention libraries offer, as in :func:`jax_flash_jvp.dot_product_attention`.  In shapes, N… are
     any number of batch axes, Hq the number of query heads and H of key heads, L the number of queries and S of keys, E and
-    Ev the channels of a head, at most 256.
+    Ev the channels of a head.
 
     Args:
-      query: [N…, Hq, L, E]; float16, bfloat16, float32 or float64, of any strides.
+      query: [N…, Hq, L, E]; float16, bfloat16, float32 or float64, of any strides.  The kernels serve E and Ev from 1 to 256.
       key: [N…, H, S, E], in the dtype of `query`.
       value: [N…, H, S, Ev], likewise.  Leading axes broadcast.
       attn_mask: broadcasts to [N…, Hq, L, S].  Boolean: True where a query attends to a key.  Floating point: added to
         the scores, and differentiable; -1e5 or less hides the key, and where no sum is above -9e4, all keys may be hidden.
         Or a :class:`torch.nn.attention.bias.CausalBias`.
-      dropout_p: the share of probabilities that are dropped, in [0, 1), by PyTorch's default generator; the others are
+      dropout_p: the share of probabilities that are dropped, in [0, 1], by PyTorch's default generator; the others are
         divided by 1 - dropout_p.  Every derivative drops the same; but torch.func.linearize, which traces, draws anew
         whenever its result is called, as of PyTorch's own dropout.
       is_causal: query i attends to keys 0 … i.  Not together with `attn_mask`.
@@ -85,9 +97,10 @@ def scaled_dot_product_attention(
         i + S - L in place of i, whatever the lengths below.
       local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right, either of
         which may be negative; None for one of the two does not limit it.
-      query_seq_lengths, key_value_seq_lengths: int32 [B], B the product of N…; what lies beyond is padding: such queries
+      query_seq_lengths, key_value_seq_lengths: integers [B], B the product of N…; what lies beyond is padding: such queries
         give zeros, such keys are hidden.
-      query_segment_ids, key_value_segment_ids: int32 [B, L] and [B, S]; a query attends to keys of its own segment.
+      query_segment_ids, key_value_segment_ids: integers [B, L] and [B, S]; a query attends to keys of its own segment.
+        Those that int32 need not hold (int64, uint32, uint64) are sorted first.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before `attn_mask` (arXiv:2408.00118, section 2).
       sinks: [Hq]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
 
@@ -99,6 +112,7 @@ def scaled_dot_product_attention(
     Raises:
       ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`.
       TypeError: dtypes that are not supported or differ, a tensor as `scale` or `dropout_p`, an `is_causal` that is no bool.
+      UserWarning: a window that hides all keys, as (-1, -1) does.
       RuntimeError: a derivative that torch.compile or forward_ad would get wrong; the text says what to do instead.
 
     A call with tangents (torch.func.jvp, forward_ad) launches the kernel that computes the output and its tangent
@@ -109,6 +123,8 @@ def scaled_dot_product_attention(
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """
+    if unknown:
+        refuse_unknown("scaled_dot_product_attention", unknown, OURS)
     tensors = query, key, value, _overriding(attn_mask)
     if has_torch_function(tensors):  # subclasses, modes, torch.fx
         return handle_torch_function(
@@ -131,6 +147,11 @@ def scaled_dot_product_attention(
     plain = type(dropout_p) in (int, float) and not dropout_p and causal_alignment == "upper_left"
     if not plain or local_window_size is not None or logits_soft_cap is not None:
         options = _options(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
+        if local_window_size is not None and not torch.compiler.is_compiling():  # which may not warn
+            warn_if_none_visible(window_of(local_window_size), bool(is_causal))
+        if dropout_p == 1:
+            _check_tensor("value", value)
+            value = value * 0
     selection = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
     if any(a is not None for a in selection):
         _check_tensor("query", query)
@@ -200,7 +221,7 @@ def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
 class _Patch:
     """What all open `patch`es share."""
 
-    lock, count, original, places, fastpath = threading.Lock(), 0, None, [], True
+    lock, count, original, places, held, fastpath = threading.Lock(), 0, None, [], None, True
 
 
 @contextlib.contextmanager
@@ -210,21 +231,20 @@ def patch() -> Iterator[None]:
     is closed.  Not in classes, closures and defaults of arguments that hold it.  Modules that import the function while it
     is open keep this package's.  Open it before a compiled model is first called, and keep it open over the backward of a
     checkpointed one, which calls the model again.  The fast path of PyTorch's own layers (torch.backends.mha), which has no
-    derivatives, is closed meanwhile."""
+    derivatives, is closed meanwhile.  Out of reach are torch.nn.MultiheadAttention with need_weights=True, its default, which
+    never calls the function, and what torch.jit.script compiles, which calls PyTorch's."""
     with _Patch.lock:
         if not _Patch.count:
-            _Patch.original, _Patch.places = torch.nn.functional.scaled_dot_product_attention, []
+            if _Patch.original is not torch.nn.functional.scaled_dot_product_attention:
+                _Patch.original, _Patch.held = torch.nn.functional.scaled_dot_product_attention, None
             _Patch.fastpath = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-        modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-        modules = [module for module in modules if module is not torch._C._nn]  # where pickle finds PyTorch's function
-        # not module.__dict__: some answer for themselves, and load what is asked for
-        loaded = [object.__getattribute__(module, "__dict__") for module in modules]
-        places = [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]
-        _Patch.places += places
-        for names, name in places:
-            names[name] = scaled_dot_product_attention
-        _Patch.count += 1
+        if _Patch.held != _held():
+            _Patch.places = [*(_Patch.places if _Patch.count else ()), *_places()]
+        for names, name in _Patch.places:
+            if names.get(name) is _Patch.original:
+                names[name] = scaled_dot_product_attention
+        _Patch.count, _Patch.held = _Patch.count + 1, _held()
     try:
         yield
     finally:
@@ -234,8 +254,26 @@ def patch() -> Iterator[None]:
                 for names, name in _Patch.places:
                     if names.get(name) is scaled_dot_product_attention:  # nobody else's by now
                         names[name] = _Patch.original
-                _Patch.places = []
+                _Patch.held = _held()
                 torch.backends.mha.set_fastpath_enabled(_Patch.fastpath)
+
+
+def _held() -> tuple[int, int]:
+    """What changes when another module holds PyTorch's function: to look into all of them takes long."""
+    return sys.getrefcount(_Patch.original), len(sys.modules)
+
+
+def _places() -> list[tuple[dict, str]]:
+    """Where modules hold PyTorch's function."""
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    modules = [module for module in modules if module is not torch._C._nn]  # where pickle finds it
+    # not module.__dict__: some answer for themselves, and load what is asked for
+    loaded = [object.__getattribute__(module, "__dict__") for module in modules]
+    return [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]
+
+
+# torch.jit.script cannot compile this package's function, but finds PyTorch's for it.  Private.
+torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
 
 
 def _alignment_of(name: str, bias: CausalBias, query: Tensor, key: Tensor, alignment: str = "upper_left") -> str:
@@ -260,7 +298,7 @@ def _options(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
     words = [f"{side}={n}" for side, n in zip(("left", "right"), pair or (None, None), strict=True) if n is not None]
     words += ["lower_right"] if lower_right_of(alignment) else []
     words += [f"soft_cap={soft_cap!r}"] if soft_cap is not None else []
-    return (*words, f"dropout={rate!r}") if rate else tuple(words)
+    return (*words, f"dropout={rate!r}") if 0 < rate < 1 else tuple(words)
 
 
 def _select(selection, options, q: Tensor, k: Tensor) -> tuple[Tensor | None, str]:
@@ -271,11 +309,34 @@ def _select(selection, options, q: Tensor, k: Tensor) -> tuple[Tensor | None, st
     selection = selection or (None,) * 4
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
     new = lambda *shape: q.new_zeros((batch, *shape), dtype=torch.int32)
-    parts = [new() if a is None else a for a in selection[:2]]
+    parts = [new() if a is None else _length(a) for a in selection[:2]]
     seed = torch.randint(-(2**31), 2**31 - 1, (batch, 2), device=q.device, dtype=torch.int32) if dropout else new(2)
-    segments = [new(n) if a is None else a for n, a in zip((queries, keys), selection[2:], strict=True)]
+    segments = [new(queries), new(keys)] if selection[2] is None else _segments(*selection[2:])
     names = [name for name, a in zip(SELECTORS, selection, strict=True) if a is not None]
     return torch.cat([torch.stack(parts, 1), seed, *segments], 1), " ".join((*options, *names, *["seed"] * dropout))
+
+
+def _length(a: Tensor) -> Tensor:
+    """In int32; beyond all tensors is as good as at their end."""
+    if a.dtype in NARROW:
+        return a.to(torch.int32)
+    wide = a.to(torch.int64)
+    wide = wide.masked_fill(wide < 0, LARGEST) if a.dtype == torch.uint64 else wide
+    return wide.clamp(-1, LARGEST).to(torch.int32)
+
+
+def _segments(queries: Tensor, keys: Tensor) -> list[Tensor]:
+    """In int32, in the same order."""
+    if queries.dtype in NARROW and keys.dtype in NARROW:
+        return [queries.to(torch.int32), keys.to(torch.int32)]
+    if torch.uint64 in (queries.dtype, keys.dtype) and queries.dtype != keys.dtype:
+        raise TypeError(
+            "`query_segment_ids` and `key_value_segment_ids` must fit one dtype: got "
+            f"{queries.dtype} and {keys.dtype}; cast one of them"
+        )
+    both = torch.cat([queries.to(torch.int64), keys.to(torch.int64)], 1)
+    ranks = torch.searchsorted(both.sort(1).values, both, out_int32=True)
+    return [*ranks.split([queries.shape[1], keys.shape[1]], 1)]
 
 
 def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
@@ -293,6 +354,8 @@ def _attend(
     mask_name="attn_mask",
 ) -> Tensor:  # fmt: skip
     compiled = torch.compiler.is_compiling()
+    if not compiled and not _Said.sdpa_kernel and logger.isEnabledFor(logging.DEBUG):
+        _say_sdpa_kernel()
     if DROPS_DERIVATIVES and not compiled and torch.is_inference_mode_enabled():
         _check_underived()
     x = query, key, value
@@ -327,7 +390,7 @@ def _attend(
             raise ValueError(
                 f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
             )
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
     selected, options = _select(selection, options, q, k)
     if compiled:
         options = f"{options} {CODE}"
@@ -335,6 +398,17 @@ def _attend(
     if sinks is not None:
         o = _with_sinks(o, log_sum_exp, sinks)
     return o if whole else o.reshape(*rows, v.shape[-1])
+
+
+class _Said:
+    sdpa_kernel = False
+
+
+def _say_sdpa_kernel() -> None:
+    b = torch.backends.cuda
+    if not (b.flash_sdp_enabled() and b.mem_efficient_sdp_enabled() and b.math_sdp_enabled() and b.cudnn_sdp_enabled()):
+        _Said.sdpa_kernel = True
+        logger.debug("torch.nn.attention.sdpa_kernel is without effect here: it chooses among the kernels of PyTorch")
 
 
 def _check_underived() -> None:
@@ -417,6 +491,9 @@ def _broadcast(x, enable_gqa: bool):
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(a.shape)) for a in x)
         more = "" if enable_gqa else "; for groups of query heads that share a key head, pass enable_gqa=True"
+        heads, lengths = {a.shape[-2] for a in x}, {a.shape[-3] for a in x if a.dim() > 2}
+        if len(heads) == 1 < len(lengths) and max(heads) < min(lengths):
+            more = "; of [batch, length, heads, channels], pass the transpose(1, 2) of each, or call flash_attn_func"
         raise ValueError(f"leading axes of `query`, `key` and `value` must broadcast: got {shapes}{more}") from error
     return [a.expand(*lead, *a.shape[-tail:]) for a in x]
 

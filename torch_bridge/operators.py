@@ -11,13 +11,17 @@ A gradient that is not wanted is an empty tensor: a fixed number of tensors is w
 
 import collections
 import functools
+import importlib.util
+import logging
 import math
+import sys
 from functools import partial
 from itertools import islice
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # private
+from torch._dynamo import eval_frame
 from torch._dynamo.decorators import skip  # private too: this frame alone is not traced
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
@@ -49,11 +53,30 @@ ops = torch.ops.torch_bridge
 SELECTED = (*SELECTORS, "seed")
 launches: collections.Counter[str] = collections.Counter()  # by operator, in this process: what tests count
 
+logger = logging.getLogger(__name__)
+TRITON = importlib.util.find_spec("triton") is not None  # PyTorch comes without, but on Linux
+VIEWS = torch._C.DispatchKey.ADInplaceOrView
 LOST = (
-    "a compiled function that contains attention was called inside a forward-mode level (torch.func.jvp or "
+    "a compiled function that contains attention was called with tangents, inside a forward-mode level (torch.func.jvp or "
     "forward_ad.dual_level), where torch.compile loses the tangents of its inputs (pytorch#187284): open the level "
-    "inside the compiled function, or call it before opening the level if its inputs have no tangents"
+    "inside the compiled function"
 )
+
+
+def loses_tangents() -> bool:
+    """Was the compiled program that runs in this thread called with tangents?  Within a forward-mode level, which is open for
+    all threads, it does not say so, but the frames above hold what it was called with."""
+    frame, found = sys._getframe(1), False
+    while frame is not None and not (found and frame.f_code.co_name == "compile_wrapper"):
+        # private: Dynamo calls what it compiled through this
+        if frame.f_code.co_name == "_fn" and frame.f_code.co_filename == eval_frame.__file__:
+            found, given = True, frame.f_locals.get("args", ())
+            # as what calls this need not allow: a Function, a mode
+            with forward_ad._set_fwd_grad_enabled(True), torch._C._SetExcludeDispatchKeyGuard(VIEWS, False):
+                if any(isinstance(a, Tensor) and torch._VF._unpack_dual(a, level=0)[1] is not None for a in given):
+                    return True
+        frame = frame.f_back
+    return not found
 
 
 def outside_dynamo(function):
@@ -118,11 +141,14 @@ def _allocate(name: str, q, k, v, mask, *rest) -> tuple[Tensor, ...]:
 
 
 def compute(name: str, *args) -> tuple[Tensor, ...]:
-    if name == "forward" and args[-1] is True and forward_ad._current_level >= 0:  # private
+    if name == "forward" and args[-1] is True and forward_ad._current_level >= 0 and loses_tangents():  # private
         raise RuntimeError(LOST)
     launches[name] += 1
     device = args[0].device
     on_nvidia = device.type == "cuda" and torch.version.hip is None  # "cuda" is also what PyTorch calls AMD's
+    if on_nvidia and not TRITON:
+        on_nvidia = False
+        logger.debug("attention %s: Triton is not installed; the reference computes it", name)
     if on_nvidia:
         from torch_bridge import launch  # imports Triton
 

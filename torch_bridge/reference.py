@@ -222,7 +222,7 @@ def _onto_columns(p, a, k):  # [B, N, T, S], [B, N, T, D] -> [B, K, S, D]
 
 
 def _grouped(a, k):
-    return a.reshape(*k.shape[:2], a.shape[1] // k.shape[1] * a.shape[2], a.shape[3])
+    return a.reshape(*k.shape[:2], a.shape[1] // max(1, k.shape[1]) * a.shape[2], a.shape[3])
 
 
 def _thinned(a, kept):

@@ -8,13 +8,14 @@ import logging
 from types import ModuleType
 
 from jax_flash_jvp.kernels.launcher import Launcher
-from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.problem import Operands, Problem
 
 logger = logging.getLogger(__name__)
 
 
 def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bool = True) -> ModuleType:
+    from jax_flash_jvp.kernels.portable import jobs as portable  # needs Triton, which macOS and Windows do without
+
     if problem.implementation == "portable" or (launcher.target != 90 and problem.implementation != "hopper"):
         return portable
     from jax_flash_jvp.kernels.hopper import jobs as hopper  # needs Gluon, which other GPUs do without
@@ -32,7 +33,7 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
     return portable
 
 
-def forward(launcher, problem, x, tx=portable.NO_TANGENT):
+def forward(launcher, problem, x, tx=Operands(None, None, None)):
     """(o, ℓ, ȯ, μ); the last two None without tangents."""
     job = "forward" if all(t is None for t in tx) else "forward_dual"
     return _family(job, launcher, problem, x).forward(launcher, problem, x, tx)
