@@ -17,20 +17,31 @@ One convention holds throughout: y and ty are functions of x and tx, and get no 
 """
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function  # private
+from torch import Tensor
+from torch._C import _functorch
 from torch.autograd.function import _SingleLevelFunction  # private: what torch.func makes of a Function for one level
 
-from torch_bridge import reference
-from torch_bridge.operators import case_of, compute, library, ops, outside_dynamo, split
+from torch_bridge import operators, reference
+from torch_bridge.operators import case_of, compute, filled, library, ops, outside_dynamo, split
 
 NONE = (None,) * 4
+_NEITHER = None, None
 _unpack_dual, _make_dual = (
     torch._VF._unpack_dual,
     torch._VF._make_dual,
 )  # private: those of forward_ad, without the wrapping
 # private too
-_modes, _levels = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_modes, _levels = torch._C._len_torch_dispatch_stack, _functorch.peek_interpreter_stack
 _in_mode, _VMAP_MODE = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._dispatch_key_parse("VmapMode")
+_included = torch._C._dispatch_tls_local_include_set
+_excluded, _AUTOGRAD = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C._dispatch_key_parse("AutogradCUDA")
+_profiled = torch._C._autograd._profiler_enabled
+# the keys that this thread includes while no mode, level or tracer is active
+_EAGER = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect).add(torch._C.DispatchKey.ADInplaceOrView).raw_repr()
+_single_level, _allow_single_level = (
+    _functorch.get_single_level_autograd_function_allowed,
+    _functorch.set_single_level_autograd_function_allowed,
+)
 INSIDE = (
     "a second derivative of attention was taken in reverse mode while the forward_ad.dual_level of its inputs is open: "
     "close the level before you call backward, or use torch.func.jvp and torch.func.grad"
@@ -45,13 +56,16 @@ VECTORIZED = (
 
 
 def _some(tensors) -> bool:
-    return any(t is not None for t in tensors)
+    for t in tensors:
+        if t is not None:
+            return True
+    return False
 
 
 def _unpack(tensors):
     """Primals and tangents.  Level 0 by name: compiled graphs open it in C++, where forward_ad would not see it."""
-    pairs = [(None, None) if t is None else _unpack_dual(t, level=0) for t in tensors]
-    return tuple(p for p, _ in pairs), tuple(t for _, t in pairs)
+    pairs = [_NEITHER if t is None else _unpack_dual(t, level=0) for t in tensors]
+    return tuple([p for p, _ in pairs]), tuple([t for _, t in pairs])
 
 
 def _pack(primals, tangents, inputs=NONE):
@@ -66,20 +80,47 @@ def _pack(primals, tangents, inputs=NONE):
     return tuple(p if t is None or p.dim() == 1 else _make_dual(p, t, level=0) for p, t in pairs)
 
 
+def _alone(args) -> bool:
+    """Whether each tensor is no more than it seems."""
+    for a in args:
+        if type(a) in _PLAIN:
+            if a.is_neg() or a._is_zerotensor():
+                return False
+        elif isinstance(a, Tensor):
+            return False
+    return True
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def _from_above(name, *args):
+    """The operator, None for a gradient that is not wanted.  On a GPU without the dispatcher, unless somebody may be listening
+    there: a mode, a tracer, a level of torch.func, a profiler, or a tensor that is more than one."""
+    if (
+        operators.on_nvidia(args[0])
+        and _included().raw_repr() == _EAGER
+        and not _excluded(_AUTOGRAD)
+        and not _profiled()
+        and _alone(args)
+    ):
+        return RULES[name](*args)
+    return getattr(ops, name)(*args)
+
+
+call = outside_dynamo(_from_above)
+
+
 def _below(name, *args):
-    """The operator beneath this key.  On a GPU without the dispatcher, which takes as long as a launch, unless somebody may
-    be listening there: a mode, a level of torch.func, the older vmap, or a tensor that is more than one.  A profiler then sees
-    the operator above and the kernel."""
+    """The operator beneath this key, None for a gradient that is not wanted.  On a GPU without the dispatcher, which takes as
+    long as a launch, unless somebody may be listening there: a mode, a level of torch.func, the older vmap, or a tensor that
+    is more than one.  A profiler then sees the operator above and the kernel."""
     direct = (
-        args[0].is_cuda
-        and all(
-            type(a) in (torch.Tensor, torch.nn.Parameter) and not a.is_neg() and not a._is_zerotensor()
-            for a in args
-            if isinstance(a, torch.Tensor)
-        )
+        operators.on_nvidia(args[0])
         and _modes() == 0
         and _levels() is None
         and not _in_mode(_VMAP_MODE)
+        and _alone(args)
     )
     with torch._C._AutoDispatchBelowAutograd():  # private: what every kernel at the Autograd key does
         return compute(name, *args) if direct else getattr(ops, name)(*args)
@@ -107,12 +148,16 @@ class _Record(_SingleLevelFunction):
 
 
 def _record(pullback, outputs, inputs, kept=()):
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        if _in_mode(_VMAP_MODE) and any(t is not None and p.requires_grad for p, t in zip(*_unpack(kept), strict=True)):
-            raise RuntimeError(VECTORIZED)
-        with enable_single_level_autograd_function():
-            return _Record.apply(pullback, tuple(outputs), kept, *inputs)
-    return outputs
+    if not torch.is_grad_enabled() or not any([t is not None and t.requires_grad for t in inputs]):
+        return outputs
+    if _in_mode(_VMAP_MODE) and any(t is not None and p.requires_grad for p, t in zip(*_unpack(kept), strict=True)):
+        raise RuntimeError(VECTORIZED)
+    before = _single_level()
+    _allow_single_level(True)
+    try:
+        return _Record.apply(pullback, filled(outputs, inputs[0]), kept, *inputs)
+    finally:
+        _allow_single_level(before)
 
 
 def _refuse(inputs, outputs, kept, cotangents, wanted):
@@ -133,7 +178,7 @@ def _forward(*args):
         return _pack(results[:2], results[2:])
 
     def pullback(x, y, kept, cy, wanted):
-        return ops.backward(*x, *cy, *y, *static, _differentiable(x, wanted))
+        return _from_above("backward", *x, *cy, *y, *static, _differentiable(x, wanted))
 
     return _record(pullback, _below("forward", *args), x)
 
@@ -148,8 +193,8 @@ def _dual(x, tx, static, kept=()):
         if _some(_unpack(kept)[1]):
             x, y = kept, _pack(y, ty)
         if _some(cty):
-            return ops.backward_dual(*x, *tx, *cy, *cty, *y, *ty, *static, want)
-        return *ops.backward(*x, *cy, *y, *static, want[:4]), *NONE
+            return _from_above("backward_dual", *x, *tx, *cy, *cty, *y, *ty, *static, want)
+        return *_from_above("backward", *x, *cy, *y, *static, want[:4]), *NONE
 
     return _record(pullback, _below("forward_dual", *x, *tx, *static), (*x, *tx), kept)
 
@@ -185,7 +230,8 @@ def _tangent(*args):
 
 def _backward(*args):
     x, cy, y, (*static, want) = split("backward", args)
-    (px, tx), (pcy, tcy), (py, ty) = _unpack(x), _unpack(cy), _unpack(y)
+    (px, tx), (pcy, tcy) = _unpack(x), _unpack(cy)
+    py, ty = _unpack(y) if _some(tx) or _some(tcy) else (y, ())
     if _some(tx):
         ty = ty if all(t is not None for t in ty) else ops.tangent(*px, *tx, *py, *static)
         both = ops.backward_dual(*px, *tx, *tcy, *pcy, *py, *ty, *static, [*want, *want])
@@ -221,5 +267,6 @@ def _backward_dual(*args):
     return _record(pullback, _below("backward_dual", *args), inputs)
 
 
-for _rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual):
-    library.impl(_rule.__name__.removeprefix("_"), outside_dynamo(_rule), "Autograd")
+RULES = {rule.__name__.removeprefix("_"): rule for rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual)}
+for _name, _rule in RULES.items():
+    library.impl(_name, outside_dynamo(lambda *args, rule=_rule: filled(rule(*args), args[0])), "Autograd")
