@@ -334,7 +334,7 @@ def _attend(
     if compiled:
         options = f"{options} {CODE}"
     args = q, k, v, mask, selected, bool(is_causal), scale, options
-    o, log_sum_exp = ops.forward(*args, True) if compiled else rules.call("forward", *args)
+    o, log_sum_exp = ops.forward(*args, True) if compiled else rules.forward(args, sinks is not None)
     if sinks is not None:
         o = _with_sinks(o, log_sum_exp, sinks)
     return o if whole else o.reshape(*rows, v.shape[-1])

@@ -107,12 +107,14 @@ def look(name: str, args: Sequence[Any], precision: str | None = None) -> tuple[
     q = args[0]
     parts, addresses = [name, q.device.index, precision or precision_of(q)], []
     for a in args:
-        if isinstance(a, Tensor):
+        if a is None:
+            parts.append(a)
+        elif isinstance(a, Tensor):
             address = a.data_ptr()
             addresses.append(address)
             parts += (a.shape, a.stride(), a.dtype, address % 16)
         else:
-            parts.append(tuple(a) if isinstance(a, list) else a)
+            parts.append(tuple(a) if type(a) is list else a)
     if len({*addresses}) < len(addresses):  # which are the same
         parts.append(tuple(map(addresses.index, addresses)))
     return tuple(parts), addresses

@@ -36,8 +36,10 @@ _in_mode, _VMAP_MODE = torch._C._dispatch_tls_is_dispatch_key_included, torch._C
 _included = torch._C._dispatch_tls_local_include_set
 _excluded, _AUTOGRAD = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C._dispatch_key_parse("AutogradCUDA")
 _profiled = torch._C._autograd._profiler_enabled
-# the keys that this thread includes while no mode, level or tracer is active
-_EAGER = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect).add(torch._C.DispatchKey.ADInplaceOrView).raw_repr()
+# the keys that a thread includes while no mode, level or tracer is active, and while levels of torch.func alone are
+_keys = lambda *names: sum(torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)).raw_repr() for name in names)
+_EAGER = _keys("BackendSelect", "ADInplaceOrView")
+_IN_LEVELS = _EAGER + _keys("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode")
 _single_level, _allow_single_level = (
     _functorch.get_single_level_autograd_function_allowed,
     _functorch.set_single_level_autograd_function_allowed,
@@ -97,33 +99,70 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 def _from_above(name, *args):
     """The operator, None for a gradient that is not wanted.  On a GPU without the dispatcher, unless somebody may be listening
     there: a mode, a tracer, a level of torch.func, a profiler, or a tensor that is more than one."""
-    if (
-        operators.on_nvidia(args[0])
-        and _included().raw_repr() == _EAGER
-        and not _excluded(_AUTOGRAD)
-        and not _profiled()
-        and _alone(args)
-    ):
-        return RULES[name](*args)
+    if operators.on_nvidia(args[0]) and _included().raw_repr() == _EAGER and _unheard() and _alone(args):
+        return RULES[name](*args, below=_straight_below)
     return getattr(ops, name)(*args)
 
 
-call = outside_dynamo(_from_above)
+def _unheard() -> bool:
+    return not _excluded(_AUTOGRAD) and not _profiled()
+
+
+def _from_jvp(args, with_lse):
+    """forward inside a torch.func.jvp that is the only level, as that level would have it computed, but by one way through the
+    dispatcher in place of four.  None where it is not so, or somebody may be listening."""
+    top = _levels()
+    if top.key() != _functorch.TransformType.Jvp or top.level() != 1 or not _unheard():
+        return None
+    if not (torch._C._is_fwd_grad_enabled() and _functorch.CJvpInterpreterPtr(top).prevFwdGradMode()):
+        return None
+    px, tx = _unpack(args[:4])
+    beneath = [_functorch.get_unwrapped(a) if _wrapped(a) else a for a in (*px, *tx, args[4])]
+    if not _some(tx) or not operators.on_nvidia(beneath[0]) or not _alone(beneath):
+        return None
+    level = _functorch.pop_dynamic_layer_stack()
+    try:
+        # beneath there are no tangents: PyTorch has one level of forward_ad, which this jvp took
+        results = _dual(beneath[:4], beneath[4:8], (beneath[8], *args[5:]), below=_straight_below)
+    finally:
+        _functorch.push_dynamic_layer_stack(level)
+    o, lse, t_o, mu = (_functorch._wrap_for_grad(a, 1) for a in results)
+    return _make_dual(o, t_o, level=0), _make_dual(lse, mu, level=0) if with_lse else None
+
+
+def _wrapped(a) -> bool:
+    return a is not None and _functorch.maybe_get_level(a) == 1
+
+
+@outside_dynamo
+def forward(args, with_lse: bool):
+    """(o, ℓ) of an eager call; ℓ may be None unless it is asked for."""
+    if _included().raw_repr() == _IN_LEVELS:
+        results = _from_jvp(args, with_lse)
+        if results is not None:
+            return results
+    return _from_above("forward", *args)
 
 
 def _below(name, *args):
     """The operator beneath this key, None for a gradient that is not wanted.  On a GPU without the dispatcher, which takes as
     long as a launch, unless somebody may be listening there: a mode, a level of torch.func, the older vmap, or a tensor that
     is more than one.  A profiler then sees the operator above and the kernel."""
-    direct = (
+    if (
         operators.on_nvidia(args[0])
         and _modes() == 0
         and _levels() is None
         and not _in_mode(_VMAP_MODE)
         and _alone(args)
-    )
+    ):
+        return _straight_below(name, *args)
     with torch._C._AutoDispatchBelowAutograd():  # private: what every kernel at the Autograd key does
-        return compute(name, *args) if direct else getattr(ops, name)(*args)
+        return getattr(ops, name)(*args)
+
+
+def _straight_below(name, *args):
+    with torch._C._AutoDispatchBelowAutograd():
+        return compute(name, *args)
 
 
 class _Record(_SingleLevelFunction):
@@ -170,7 +209,7 @@ def _differentiable(inputs, wanted):
     return [w and a is not None and a.is_floating_point() for a, w in zip(inputs, wanted, strict=True)]
 
 
-def _forward(*args):
+def _forward(*args, below=_below):
     x, static = args[:4], args[4:8]
     px, tx = _unpack(x)
     if _some(tx):
@@ -180,10 +219,10 @@ def _forward(*args):
     def pullback(x, y, kept, cy, wanted):
         return _from_above("backward", *x, *cy, *y, *static, _differentiable(x, wanted))
 
-    return _record(pullback, _below("forward", *args), x)
+    return _record(pullback, below("forward", *args), x)
 
 
-def _dual(x, tx, static, kept=()):
+def _dual(x, tx, static, kept=(), below=_below):
     """forward_dual with its reverse rule.  `kept`: x with the tangents of a level that may still be open when the
     backward runs; then the gradients have tangents too."""
 
@@ -196,10 +235,10 @@ def _dual(x, tx, static, kept=()):
             return _from_above("backward_dual", *x, *tx, *cy, *cty, *y, *ty, *static, want)
         return *_from_above("backward", *x, *cy, *y, *static, want[:4]), *NONE
 
-    return _record(pullback, _below("forward_dual", *x, *tx, *static), (*x, *tx), kept)
+    return _record(pullback, below("forward_dual", *x, *tx, *static), (*x, *tx), kept)
 
 
-def _forward_dual(*args):
+def _forward_dual(*args, below=_below):
     x, tx, static = split("forward_dual", args)
     (px, dx), (ptx, dtx) = _unpack(x), _unpack(tx)
     if _some(dx):
@@ -207,10 +246,10 @@ def _forward_dual(*args):
     if _some(dtx):
         results = _dual(px, ptx, static)
         return *results[:2], *_pack(results[2:], ops.tangent(*px, *dtx, *results[:2], *static), tx)
-    return _dual(x, tx, static)
+    return _dual(x, tx, static, below=below)
 
 
-def _tangent(*args):
+def _tangent(*args, below=_below):
     x, tx, y, static = split("tangent", args)
     (px, dx), (ptx, dtx), (py, _) = _unpack(x), _unpack(tx), _unpack(y)
     if _some(dx):
@@ -225,10 +264,10 @@ def _tangent(*args):
             return *ops.backward_dual(*x, *tx, None, None, *cty, *y, *ty, *static, want), None, None
         return *NONE, *ops.backward(*x, *cty, *y, *static, want[4:]), None, None
 
-    return _record(pullback, _below("tangent", *args), args[:10])
+    return _record(pullback, below("tangent", *args), args[:10])
 
 
-def _backward(*args):
+def _backward(*args, below=_below):
     x, cy, y, (*static, want) = split("backward", args)
     (px, tx), (pcy, tcy) = _unpack(x), _unpack(cy)
     py, ty = _unpack(y) if _some(tx) or _some(tcy) else (y, ())
@@ -248,10 +287,10 @@ def _backward(*args):
             dx = ops.backward_dual(*x, *tx, None, None, *cy, *y, *ty, *static, flags)[:4]
         return *dx, *ty, None, None
 
-    return _record(pullback, _below("backward", *args), args[:8])
+    return _record(pullback, below("backward", *args), args[:8])
 
 
-def _backward_dual(*args):
+def _backward_dual(*args, below=_below):
     """The reference, with y and ty computed afresh."""
     inputs, (*static, want) = args[:12], args[16:]
     case = case_of(*inputs[:2], *static)
@@ -264,9 +303,10 @@ def _backward_dual(*args):
         cotangents = [c if w else None for c, w in zip(cotangents, want, strict=True)]
         return reference.backward_dual_vjp(inputs, cotangents, case, want, _differentiable(inputs, wanted))
 
-    return _record(pullback, _below("backward_dual", *args), inputs)
+    return _record(pullback, below("backward_dual", *args), inputs)
 
 
+# `below` is the way down for the tensors that a rule is given; tangents that it finds in them go by `_below`
 RULES = {rule.__name__.removeprefix("_"): rule for rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual)}
 for _name, _rule in RULES.items():
     library.impl(_name, outside_dynamo(lambda *args, rule=_rule: filled(rule(*args), args[0])), "Autograd")
