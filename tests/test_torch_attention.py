@@ -943,7 +943,9 @@ def test_calls_in_another_precision_look_different():
     before, looks = torch.backends.cuda.matmul.fp32_precision, set()
     try:
         for torch.backends.cuda.matmul.fp32_precision in ("ieee", "tf32"):
-            looks |= {plans.look("forward", [torch.zeros(1, 2, 4, 8, dtype=d)])[0] for d in (torch.float32, torch.float16)}
+            looks |= {
+                plans.look("forward", [torch.zeros(1, 2, 4, 8, dtype=d)])[0] for d in (torch.float32, torch.float16)
+            }
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert len(looks) == 3

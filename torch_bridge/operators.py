@@ -203,7 +203,8 @@ def _tangent_apart(tangent, *args):
 for _name, (_groups, _static, _results, _products) in OPERATORS.items():
     _schema = f"({', '.join(GROUPS[g] for g in _groups)}, {_static}) -> ({', '.join(['Tensor'] * _results)})"
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-    library.impl(_name, outside_dynamo(lambda *args, name=_name: filled(compute(name, *args), args[0])), "CompositeExplicitAutograd")
+    _kernel = lambda *args, name=_name: filled(compute(name, *args), args[0])
+    library.impl(_name, outside_dynamo(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_bridge::{_name}", partial(_allocate, _name), lib=library)
     _rule = _fold_forward_dual if _name == "forward_dual" else partial(_fold, _name)
     torch.library.register_vmap(f"torch_bridge::{_name}", _rule, lib=library)

@@ -130,7 +130,9 @@ def follow(plan: Plan, args: Sequence[Any], addresses: list[int]) -> tuple[Tenso
             part = a.as_strided(shape, strides, a.storage_offset() + offset)
             tensors.append(torch.nn.functional.pad(part, (0, zeros)) if zeros else part.contiguous())
             addresses.append(tensors[-1].data_ptr())
-    outputs = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in plan.outputs]
+    outputs = [
+        torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in plan.outputs
+    ]
     for output in outputs:
         addresses.append(output.data_ptr())
     if plan.scratch:

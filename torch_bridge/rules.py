@@ -16,6 +16,8 @@ level's problem.  So a rule never reasons about nesting, and Dynamo, to whom an 
 One convention holds throughout: y and ty are functions of x and tx, and get no cotangents.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch._C import _functorch
@@ -58,10 +60,7 @@ VECTORIZED = (
 
 
 def _some(tensors) -> bool:
-    for t in tensors:
-        if t is not None:
-            return True
-    return False
+    return any(t is not None for t in tensors)
 
 
 def _unpack(tensors):
@@ -116,8 +115,9 @@ def _from_jvp(args, with_lse):
         return None
     if not (torch._C._is_fwd_grad_enabled() and _functorch.CJvpInterpreterPtr(top).prevFwdGradMode()):
         return None
-    px, tx = _unpack(args[:4])
-    beneath = [_functorch.get_unwrapped(a) if _wrapped(a) else a for a in (*px, *tx, args[4])]
+    tx = _unpack(args[:4])[1]
+    # primals as they lie beneath, not as unpacked: autograd has one node less for each
+    beneath = [_functorch.get_unwrapped(a) if _wrapped(a) else a for a in (*args[:4], *tx, args[4])]
     if not _some(tx) or not operators.on_nvidia(beneath[0]) or not _alone(beneath):
         return None
     level = _functorch.pop_dynamic_layer_stack()
@@ -187,7 +187,7 @@ class _Record(_SingleLevelFunction):
 
 
 def _record(pullback, outputs, inputs, kept=()):
-    if not torch.is_grad_enabled() or not any([t is not None and t.requires_grad for t in inputs]):
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return outputs
     if _in_mode(_VMAP_MODE) and any(t is not None and p.requires_grad for p, t in zip(*_unpack(kept), strict=True)):
         raise RuntimeError(VECTORIZED)
@@ -293,20 +293,22 @@ def _backward(*args, below=_below):
 def _backward_dual(*args, below=_below):
     """The reference, with y and ty computed afresh."""
     inputs, (*static, want) = args[:12], args[16:]
-    case = case_of(*inputs[:2], *static)
+    case = partial(case_of, *inputs[:2], *static)
     if _some(_unpack(inputs)[1]):
-        results = reference.backward_dual(inputs[:4], inputs[4:8], inputs[8:10], inputs[10:], case, want)
+        results = reference.backward_dual(inputs[:4], inputs[4:8], inputs[8:10], inputs[10:], case(), want)
         absent = lambda i: torch.zeros_like(inputs[i % 4]) if want[i] else inputs[0].new_empty(0)
         return tuple(absent(i) if a is None else a for i, a in enumerate(results))
 
     def pullback(inputs, outputs, kept, cotangents, wanted):
         cotangents = [c if w else None for c, w in zip(cotangents, want, strict=True)]
-        return reference.backward_dual_vjp(inputs, cotangents, case, want, _differentiable(inputs, wanted))
+        return reference.backward_dual_vjp(inputs, cotangents, case(), want, _differentiable(inputs, wanted))
 
     return _record(pullback, below("backward_dual", *args), inputs)
 
 
 # `below` is the way down for the tensors that a rule is given; tangents that it finds in them go by `_below`
-RULES = {rule.__name__.removeprefix("_"): rule for rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual)}
+RULES = {
+    rule.__name__.removeprefix("_"): rule for rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual)
+}
 for _name, _rule in RULES.items():
     library.impl(_name, outside_dynamo(lambda *args, rule=_rule: filled(rule(*args), args[0])), "Autograd")
