@@ -149,7 +149,7 @@ def test_memory_is_linear_in_the_length(monkeypatch):
     x = [normal(1, 2, n, 4, seed=n) for n in (40, 21, 21)]
     arguments = dict(attn_mask=normal(40, 21))
     want = everything(sdpa, *x, **arguments)
-    monkeypatch.setattr(reference, "BLOCK", 1)  # 16 queries a block
+    monkeypatch.setattr(reference, "ON_CPU", 1)  # 16 queries a block
     sizes = []
     scores = reference._scores
     monkeypatch.setattr(reference, "_scores", lambda *a: sizes.append(scores(*a)[0].shape) or scores(*a))
@@ -160,6 +160,49 @@ def test_memory_is_linear_in_the_length(monkeypatch):
     fourth = lambda s: vjp(lambda q: third_gradient(s, q), x[0])[1](x[0])
     third_gradient = lambda s, q: grad(lambda q: (jvp(lambda q: s(q, *x[1:]), (q,), (q,))[1] ** 2).sum())(q)
     check(lambda: fourth(sdpa), lambda: fourth(naive), tolerance=1e-10)
+
+
+SEEN = {  # the keys that the blocks of 40 queries of 21 keys visit
+    "causal": (dict(is_causal=True), [16, 21, 21]),
+    "lower-right": (dict(is_causal=True, causal_alignment="lower_right"), [0, 13, 21]),
+    "window": (dict(local_window_size=(3, 2)), [18, 8, 0]),
+    "window-left": (dict(local_window_size=(None, -12)), [4, 20, 21]),
+    "window-right": (dict(local_window_size=(-9, None)), [12, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_blocks_visit_the_keys_that_they_see(case, monkeypatch):
+    """And a bias with them; gradients of the others are zeros."""
+    arguments, visited = SEEN[case]
+    arguments = dict(local_window_size=(None, None)) | arguments
+    x = [normal(1, 2, n, 4, seed=n) for n in (40, 21, 21)]
+    bias, w = normal(2, 40, 21), normal(1, 2, 40, 4)
+    seen, scores = [], reference._scores
+    monkeypatch.setattr(reference, "ON_CPU", 1)
+    monkeypatch.setattr(reference, "_scores", lambda *a: seen.append(a[2:4]) or scores(*a))
+
+    def both(s):  # causality as a window, with which a bias may go
+        given = dict(arguments)
+        if given.pop("is_causal", False):
+            given["local_window_size"] = (None, 0)
+        biased = lambda q, k, v, b: s(q, k, v, attn_mask=b, **given)
+        second = lambda *x: (jvp(lambda *x: biased(*x).sin(), x, x)[1] * w).sum()
+        third = lambda q: (jvp(grad(lambda q: second(q, *x[1:], bias)), (q,), (w,))[1] * w).sum()
+        return everything(s, *x, **arguments), grad(second, (0, 1, 2, 3))(*x, bias), grad(third)(x[0])
+
+    sdpa(*x, **arguments)
+    assert [k.shape[2] for _, k in seen] == visited
+    check(lambda: both(sdpa), lambda: both(naive), tolerance=1e-10)
+
+
+def test_dropout_is_the_same_in_any_blocks(monkeypatch):
+    x = [normal(1, 2, n, 4, seed=n) for n in (40, 21, 21)]
+    drop = lambda **how: torch.manual_seed(3) and everything(sdpa, *x, dropout_p=0.4, **how)
+    wants = [drop(), drop(is_causal=True)]
+    monkeypatch.setattr(reference, "ON_CPU", 1)
+    monkeypatch.setattr(reference, "MIXED", 1)
+    check(lambda: [drop(), drop(is_causal=True)], lambda: wants)
 
 
 def test_only_wanted_gradients_are_computed():
