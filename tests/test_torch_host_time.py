@@ -87,7 +87,16 @@ def within(context, job):
     return run
 
 
+def left_over():
+    """A tensor of a level of torch.func that is closed."""
+    kept = []
+    grad(lambda q: kept.append(q) or q.sum())(x[1])
+    return kept[0]
+
+
 LISTENERS = {
+    "left-over": lambda s: s(x[0], left_over(), x[2]),
+    "left-over-in-jvp": lambda s: jvp(lambda q: s(q, left_over(), x[2]), x[:1], tx[:1]),
     "mode": within(Mode, JOBS["backward"]),
     "mode-around-jvp": within(Mode, JOBS["jvp"]),
     "flops": within(lambda: FlopCounterMode(display=False), JOBS["forward"]),

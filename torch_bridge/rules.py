@@ -85,7 +85,7 @@ def _alone(args) -> bool:
     """Whether each tensor is no more than it seems."""
     for a in args:
         if type(a) in _PLAIN:
-            if a.is_neg() or a._is_zerotensor():
+            if a.is_neg() or a._is_zerotensor() or _functorch.is_functorch_wrapped_tensor(a):
                 return False
         elif isinstance(a, Tensor):
             return False
