@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import attention as benchmark  # noqa: E402
+import host_time  # noqa: E402
 import jax_calls  # noqa: E402
 import measure  # noqa: E402
 import published  # noqa: E402
@@ -176,3 +177,21 @@ def test_sdpa_jvp(error, status, tmp_path, capsys, monkeypatch):
     assert f"naive, H1 L64 D8: {type(error).__name__}: {error}" in out
     assert "naive, H1 L96" not in out
     assert "| 1 | 64 |" in out
+
+
+def test_host_time(capsys):
+    jobs = {name: job for name, job in host_time.jobs_of((1, 2, 8, 4), "cpu").items() if "SDPA" not in name}
+    medians = host_time.microseconds(jobs, 1, lambda: None)
+    assert all(medians[name] > 0 for name in jobs)
+    assert {name for job, other, _ in host_time.TARGETS for name in (job, other)} <= {
+        *jobs, *(f"{job}, SDPA {name}" for job in (host_time.FORWARD, host_time.BOTH) for name in host_time.BACKENDS)
+    }  # fmt: skip
+    host_time.profile(jobs[host_time.DUAL], 1, lambda: None)
+    assert "function calls" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_host_time_without_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        host_time.main([])
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The PyTorch functions: values, dtypes, layouts, errors, `patch`, and the kernels behind them."""
 
 import contextlib
+import ctypes
 import decimal
 import inspect
 import math
@@ -155,7 +156,7 @@ def test_memory_is_linear_in_the_length(monkeypatch):
     x = [normal(1, 2, n, 4, seed=n) for n in (40, 21, 21)]
     arguments = dict(attn_mask=normal(40, 21))
     want = everything(sdpa, *x, **arguments)
-    monkeypatch.setattr(reference, "BLOCK", 1)  # 16 queries a block
+    monkeypatch.setattr(reference, "ON_CPU", 1)  # 16 queries a block
     sizes = []
     scores = reference._scores
     monkeypatch.setattr(reference, "_scores", lambda *a: sizes.append(scores(*a)[0].shape) or scores(*a))
@@ -166,6 +167,49 @@ def test_memory_is_linear_in_the_length(monkeypatch):
     fourth = lambda s: vjp(lambda q: third_gradient(s, q), x[0])[1](x[0])
     third_gradient = lambda s, q: grad(lambda q: (jvp(lambda q: s(q, *x[1:]), (q,), (q,))[1] ** 2).sum())(q)
     check(lambda: fourth(sdpa), lambda: fourth(naive), tolerance=1e-10)
+
+
+SEEN = {  # the keys that the blocks of 40 queries of 21 keys visit
+    "causal": (dict(is_causal=True), [16, 21, 21]),
+    "lower-right": (dict(is_causal=True, causal_alignment="lower_right"), [0, 13, 21]),
+    "window": (dict(local_window_size=(3, 2)), [18, 8, 0]),
+    "window-left": (dict(local_window_size=(None, -12)), [4, 20, 21]),
+    "window-right": (dict(local_window_size=(-9, None)), [12, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_blocks_visit_the_keys_that_they_see(case, monkeypatch):
+    """And a bias with them; gradients of the others are zeros."""
+    arguments, visited = SEEN[case]
+    arguments = dict(local_window_size=(None, None)) | arguments
+    x = [normal(1, 2, n, 4, seed=n) for n in (40, 21, 21)]
+    bias, w = normal(2, 40, 21), normal(1, 2, 40, 4)
+    seen, scores = [], reference._scores
+    monkeypatch.setattr(reference, "ON_CPU", 1)
+    monkeypatch.setattr(reference, "_scores", lambda *a: seen.append(a[2:4]) or scores(*a))
+
+    def both(s):  # causality as a window, with which a bias may go
+        given = dict(arguments)
+        if given.pop("is_causal", False):
+            given["local_window_size"] = (None, 0)
+        biased = lambda q, k, v, b: s(q, k, v, attn_mask=b, **given)
+        second = lambda *x: (jvp(lambda *x: biased(*x).sin(), x, x)[1] * w).sum()
+        third = lambda q: (jvp(grad(lambda q: second(q, *x[1:], bias)), (q,), (w,))[1] * w).sum()
+        return everything(s, *x, **arguments), grad(second, (0, 1, 2, 3))(*x, bias), grad(third)(x[0])
+
+    sdpa(*x, **arguments)
+    assert [k.shape[2] for _, k in seen] == visited
+    check(lambda: both(sdpa), lambda: both(naive), tolerance=1e-10)
+
+
+def test_dropout_is_the_same_in_any_blocks(monkeypatch):
+    x = [normal(1, 2, n, 4, seed=n) for n in (40, 21, 21)]
+    drop = lambda **how: torch.manual_seed(3) and everything(sdpa, *x, dropout_p=0.4, **how)
+    wants = [drop(), drop(is_causal=True)]
+    monkeypatch.setattr(reference, "ON_CPU", 1)
+    monkeypatch.setattr(reference, "MIXED", 1)
+    check(lambda: [drop(), drop(is_causal=True)], lambda: wants)
 
 
 def test_only_wanted_gradients_are_computed():
@@ -918,11 +962,16 @@ def test_kernels_in_bfloat16():
         np.testing.assert_allclose(a.float(), b.float(), rtol=0.02, atol=0.02)
 
 
+def at(address, like):
+    """The array of that size and dtype that begins at an address."""
+    return np.frombuffer((ctypes.c_char * like.nbytes).from_address(address), like.dtype)
+
+
 class PlannedLauncher(NumpyLauncher):
     """Keeps what a plan is made of."""
 
     def __init__(self):
-        self.launched = []
+        self.launched, self.placeholders = [], []
 
     def contiguous(self, array):
         from torch_bridge.launch import TorchLauncher
@@ -935,15 +984,21 @@ class PlannedLauncher(NumpyLauncher):
         return TorchLauncher.padded(self, array, n)
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+        from torch_bridge.plans import Launched
+
         results = super().launch(kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages)
-        arguments = [*pointers(inputs), *scalars, *results]
-        tensors = [a if isinstance(a, torch.Tensor) else None for a in arguments]
+        self.placeholders += [a for a in results if a.shape == (1,)]
+        untouched = {*map(id, self.placeholders)}
+        arguments = [None if id(a) in untouched else a for a in (*pointers(inputs), *scalars, *results)]
+        types = [memory(a) if isinstance(a, torch.Tensor) else None for a in arguments]
 
-        def run(*arguments):
-            numbers = [memory(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-            interpret.launch(kernel, (grid,), *numbers, **constants)
+        def run(addresses):
+            numbers = [a if t is None else at(a, t) for a, t in zip(addresses, types, strict=True)]
+            nothing = np.full(1, np.nan, np.float32)
+            interpret.launch(kernel, (grid,), *(nothing if a is None else a for a in numbers), **constants)
+            assert np.isnan(nothing).all()
 
-        self.launched.append(({(grid, 1, 1): run}, grid, arguments, tensors, results))
+        self.launched.append(Launched(run, arguments, [a for a in results if id(a) not in untouched]))
         return results
 
 
@@ -971,14 +1026,17 @@ def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():
     for a in (12, 14):  # o and ȯ in the order in which the kernels read them
         first[a], second[a] = (x[a].transpose(1, 2).contiguous().transpose(1, 2) for x in (first, second))
     plan = plans.made(first, *reversed(computed(first)))
-    assert plans.look("backward_dual", first) == plans.look("backward_dual", second)
-    got, expected = plans.follow(plan, second), computed(second)[0]
+    looks, addresses = plans.look("backward_dual", second)
+    assert plans.look("backward_dual", first)[0] == looks
+    got, expected = plans.follow(plan, second, addresses), computed(second)[0]
     for a, b in zip(got, expected, strict=True):
-        assert (b is None) == (a.numel() == 0)
+        assert (b is None) == (a is None)
         if b is not None:
             assert a.stride() == b.stride()
+            assert a._base is None
+            assert a.untyped_storage().nbytes() == a.nbytes
             np.testing.assert_array_equal(a, b)
-    assert not any(isinstance(a, torch.Tensor) for launched in plan.steps for a in launched.arguments)
+    assert not any(isinstance(a, torch.Tensor) for launch in plan.launches for a in launch.arguments)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -1011,12 +1069,13 @@ def test_a_plan_copies_what_was_copied_for_the_first(batch):
 
     first, second = arguments(0), arguments(100)
     plan = plans.made(first, *reversed(computed(first)))
-    parts = [step.place for step in plan.steps if isinstance(step, plans.Part)]
-    # the selection's first part begins where it does; then what was copied of the bias, behind the 13 arguments
-    assert sorted(parts)[:-1] == [0, 3, 4, 6, *[8] * (5 if batch > 1 else 4)]
-    assert max(parts) > 12
-    assert plans.look("backward", first) == plans.look("backward", second)
-    got, expected = plans.follow(plan, second), computed(second)[0]
+    parts = [part.place for part in plan.parts]
+    # the selection's first part begins where it does; then what was copied of the bias, behind the 8 tensors
+    assert sorted(parts)[:-1] == [0, 3, 4, 5, *[7] * (5 if batch > 1 else 4)]
+    assert max(parts) > 7
+    looks, addresses = plans.look("backward", second)
+    assert plans.look("backward", first)[0] == looks
+    got, expected = plans.follow(plan, second, addresses), computed(second)[0]
     for a, b in zip(got[:3], expected, strict=False):
         assert b.isfinite().all()
         np.testing.assert_array_equal(a, b)
@@ -1027,11 +1086,11 @@ def test_copies_are_of_the_argument_that_begins_there():
     plans = pytest.importorskip("torch_bridge.plans")
     packed = torch.zeros(2, 3, 3, 2, 4)
     q, k, v = packed.unbind(2)
-    origin = lambda a, known: plans._origin(a, [*enumerate(known)])
+    origin = plans._origin
     assert [origin(a.transpose(1, 2), [q, k, v]) for a in (q, k, v)] == [(0, 0), (1, 0), (2, 0)]
     assert origin(k, [q, v]) is None
     selection = torch.zeros(2, 9, dtype=torch.int32)
-    assert origin(selection[:, 4:7], [q, k, v, None, selection, 0.5]) == (4, 4)
+    assert origin(selection[:, 4:7], [q, k, v, selection]) == (3, 4)
     assert origin(selection.clone(), [q, selection]) is None
 
 
@@ -1048,8 +1107,9 @@ def test_calls_that_look_different(change):
         absent=[*x[:2], None],
         static=x,
     )[change]
-    assert plans.look("forward", [*x, False]) != plans.look("forward", [*other, change == "static"])
-    assert plans.look("forward", [*x, False]) == plans.look("forward", [*x, False])
+    look = lambda x, flag: plans.look("forward", [*x, flag])[0]
+    assert look(x, False) != look(other, change == "static")
+    assert look(x, False) == look([torch.zeros_like(a) for a in x], False)
 
 
 def test_calls_in_another_precision_look_different():
@@ -1057,7 +1117,9 @@ def test_calls_in_another_precision_look_different():
     before, looks = torch.backends.cuda.matmul.fp32_precision, set()
     try:
         for torch.backends.cuda.matmul.fp32_precision in ("ieee", "tf32"):
-            looks |= {plans.look("forward", [torch.zeros(1, 2, 4, 8, dtype=d)]) for d in (torch.float32, torch.float16)}
+            looks |= {
+                plans.look("forward", [torch.zeros(1, 2, 4, 8, dtype=d)])[0] for d in (torch.float32, torch.float16)
+            }
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert len(looks) == 3
@@ -1083,7 +1145,7 @@ def test_plans_are_kept_for_the_precision_that_was_computed(monkeypatch):
         launch.computed("forward", args, {}, operators.case_of(q, q, None, False, 0.3, ""))
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert kept == [looks]
+    assert kept == [looks[0]]
 
 
 def test_calls_without_a_plan_leave_those_of_others(monkeypatch):

@@ -133,7 +133,7 @@ def test_kernels(case, record_property):
     x = [a.float() for a in operands(arguments, L, S, E)]
     with pytest.MonkeyPatch.context() as patched:
         operator = lambda *a: seen.extend(a) or forward(*a)
-        patched.setattr("torch_bridge.attention.ops", type("", (), dict(forward=operator)))
+        patched.setattr("torch_bridge.rules.ops", type("", (), dict(forward=operator)))
         same_seed(*x, **arguments)
     case, mask = operators.case_of(*x[:2], *seen[4:8]), seen[3]
     moving = mask is None or mask.is_floating_point()  # a bias in any case that has no boolean mask

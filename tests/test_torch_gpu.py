@@ -318,6 +318,22 @@ def microseconds(f, times=100):
     return 1e6 * (time.thread_time() - start) / times
 
 
+def test_allocations_of_a_call(kernels_alone, family):
+    """Of one like an earlier one: results, and in a backward one piece for what its kernels hand to one another."""
+    x = tuple(normal(1, 2, 256, 64, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3))
+
+    def allocations(f):
+        f()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        f()
+        return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+    o = sdpa(*x)
+    g = torch.ones_like(o)
+    assert allocations(lambda: sdpa(*x)) == 2
+    assert allocations(lambda: torch.autograd.grad(o, x, g, retain_graph=True)) == 4
+
+
 def test_overhead_of_a_call(capsys, kernels_alone):
     """A JVP aims at 80 µs.  Asserted loosely: it depends on the host, and on what else that does."""
     q, k, v = x = tuple(normal(1, 2, 64, 64, dtype=torch.bfloat16, seed=i) for i in range(3))

@@ -32,7 +32,7 @@ from jax_flash_jvp.problem import (
     warn_if_none_visible,
     window_of,
 )
-from torch_bridge import rules  # noqa: F401  (gives the operators their derivatives)
+from torch_bridge import rules
 from torch_bridge.operators import ops
 
 logger = logging.getLogger(__name__)
@@ -303,6 +303,8 @@ def _options(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
 
 def _select(selection, options, q: Tensor, k: Tensor) -> tuple[Tensor | None, str]:
     """The selection and the options of an operator."""
+    if not options and not selection:
+        return None, ""
     dropout = any(word.startswith("dropout=") for word in options)
     if not dropout and not selection:
         return None, " ".join(options)
@@ -368,7 +370,7 @@ def _attend(
     if kind in ("cpu", "cuda", "xpu", "mps") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x = [a.to(dtype) if a.is_floating_point() and a.dtype != torch.float64 else a for a in x]
-    whole = all(a.dim() == 4 and a.shape[0] == query.shape[0] for a in x)
+    whole = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
     if not whole or not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
         x = _broadcast(x, enable_gqa)
     rows = x[0].shape[:-1]
@@ -394,7 +396,8 @@ def _attend(
     selected, options = _select(selection, options, q, k)
     if compiled:
         options = f"{options} {CODE}"
-    o, log_sum_exp = ops.forward(q, k, v, mask, selected, bool(is_causal), scale, options, compiled)
+    args = q, k, v, mask, selected, bool(is_causal), scale, options
+    o, log_sum_exp = ops.forward(*args, True) if compiled else rules.forward(args, sinks is not None)
     if sinks is not None:
         o = _with_sinks(o, log_sum_exp, sinks)
     return o if whole else o.reshape(*rows, v.shape[-1])
@@ -471,9 +474,12 @@ _checked: set[tuple] = set()  # found good
 
 
 def _check(*described) -> None:
-    known = not torch.compiler.is_compiling() and all(type(n) is int for shape in described[:3] for n in shape)
-    if known and described in _checked:
-        return
+    known = not torch.compiler.is_compiling()
+    try:
+        if known and described in _checked:
+            return
+    except TypeError:  # symbolic
+        known = False
     shapes, dtypes = described[:3], described[3:]
     check_operands(Operands(*(_Described(s[::2] + s[1::2], d) for s, d in zip(shapes, dtypes, strict=True))))
     if known and len(_checked) < 4096:

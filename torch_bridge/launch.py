@@ -1,15 +1,20 @@
 """Launching the kernels on torch tensors."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import inspect
 import logging
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 
 from jax_flash_jvp.kernels import jobs
-from jax_flash_jvp.kernels.launcher import Output, Rows, pointers
+from jax_flash_jvp.kernels.launcher import PLACEHOLDER, Output, Rows, pointers
 from jax_flash_jvp.problem import Operands, unserved
 from torch_bridge import plans
 from torch_bridge.operators import SELECTED
@@ -26,7 +31,8 @@ class TorchLauncher:
     def __init__(self, device: torch.device):
         self.device = device
         self.target, self.multiprocessors = _properties(device)
-        self.launched: list[tuple] = []  # for a plan
+        self.launched: list[plans.Launched | plans.Copied] = []  # for a plan
+        self.placeholders: list[torch.Tensor] = []
 
     def strides(self, array: torch.Tensor) -> tuple[int, ...]:
         return array.stride()
@@ -38,7 +44,7 @@ class TorchLauncher:
         """A part of an argument, or all of it."""
         copy = array.contiguous()
         if copy is not array or array.storage_offset():
-            self.launched.append((array, copy))
+            self.launched.append(plans.Copied(array, copy))
         return copy
 
     def round_to_tf32(self, array: torch.Tensor) -> torch.Tensor:
@@ -49,7 +55,7 @@ class TorchLauncher:
 
     def padded(self, array: torch.Tensor, n: int) -> torch.Tensor:
         copy = torch.nn.functional.pad(array, (0, n))
-        self.launched.append((array, copy))
+        self.launched.append(plans.Copied(array, copy))
         return copy
 
     def summed(self, array: torch.Tensor, by_column: bool, like: torch.Tensor) -> torch.Tensor:
@@ -64,10 +70,12 @@ class TorchLauncher:
         compiled = kernel[(grid,)](
             *arguments, **options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
         )
-        tensors = [*(i.array if isinstance(i, Rows) else i for i in given), *(None for _ in scalars), *results]
+        # a later kernel is handed placeholders too, and leaves them alone
+        self.placeholders += [a for o, a in zip(outputs, results, strict=True) if o == PLACEHOLDER]
+        untouched = {*map(id, self.placeholders)}
         constexprs = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        nothing = [None] * len(constexprs)
-        self.launched.append((compiled, grid, [*arguments, *constexprs], [*tensors, *nothing], results))
+        again = _again(compiled, grid, [*(None if id(a) in untouched else a for a in arguments), *constexprs])
+        self.launched.append(plans.Launched(*again, [a for a in results if id(a) not in untouched]))
         return results
 
 
@@ -82,16 +90,20 @@ def _on(device: torch.device) -> Any:
     return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-def planned(name: str, args) -> tuple[torch.Tensor, ...] | None:
+def planned(name: str, args) -> tuple[torch.Tensor | None, ...] | None:
     """The results of an operator, where there is a plan for such a call."""
-    plan = plans.plans.get(plans.look(name, args))
+    looks, addresses = plans.look(name, args)
+    plan = plans.plans.get(looks)
     if plan is None:
         return None
-    with _on(args[0].device):
-        return plans.follow(plan, args)
+    device = looks[1]
+    if device == torch.cuda.current_device():
+        return plans.follow(plan, args, addresses)
+    with torch.cuda.device(device):
+        return plans.follow(plan, args, addresses)
 
 
-def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor, ...] | None:
+def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor | None, ...] | None:
     """The results of an operator; None where no tile of it fits the GPU, as of second derivatives in float32 of wide heads."""
     launcher = TorchLauncher(args[0].device)
     with _on(launcher.device):
@@ -100,8 +112,52 @@ def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor, ...] | 
         except NotImplementedError as error:
             logger.debug("attention %s: %s; the reference computes it", name, error)
             return None
-        plans.keep(plans.look(name, args, case.problem.precision), plans.made(args, launcher.launched, results))
-    return tuple(args[0].new_empty(0) if a is None else a for a in results)
+        plans.keep(plans.look(name, args, case.problem.precision)[0], plans.made(args, launcher.launched, results))
+    return tuple(results)
+
+
+def _again(compiled, grid: int, arguments: list[Any]) -> tuple[Callable, list[Any]]:
+    """What launches a compiled kernel another time, and the arguments that it takes.  Descriptors are taken apart as Triton does
+    at each launch: into the encoded map, which alone depends on the address, then shape and strides."""
+    launcher, active = compiled.run, triton.runtime.driver.active
+    metadata = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    flat, apart = [], False
+    for a in arguments:
+        if hasattr(a, "block_shape"):
+            make = _encoder(a, next(metadata))
+            flat += [plans.Mapped(a.base, lambda address, make=make: make(address)[0]), *make(a.base.data_ptr())[1:]]
+            apart = True
+        else:
+            flat.append(a)
+    if apart:  # private, in Triton 3.6 to 3.9: the launcher beneath the function that takes descriptors apart
+        launcher = copy.copy(launcher)
+        launcher.launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
+    device, stream_of, knobs = active.get_current_device(), active.get_current_stream, triton.knobs.runtime
+
+    def run(arguments):
+        stream, said = stream_of(device), None
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's
+            said = compiled.launch_metadata((grid, 1, 1), stream, *arguments)
+        else:
+            enter = leave = None
+        launcher(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, said, enter, leave, *arguments)
+
+    return run, flat
+
+
+def _encoder(descriptor, metadata) -> Callable[[int], list[Any]]:
+    """Of descriptors like this one, from the address of their tensor."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    fields = dict(vars(descriptor), base=None)
+    more = ((),) if len(inspect.signature(make_tensordesc_arg).parameters) == 3 else ()  # from Triton 3.8 on
+
+    def make(address: int):
+        base = types.SimpleNamespace(data_ptr=lambda: address)
+        return make_tensordesc_arg(types.SimpleNamespace(**fields | dict(base=base)), metadata, *more)
+
+    return make
 
 
 def _descriptor(rows: Rows) -> Any:

@@ -15,8 +15,9 @@ import importlib.util
 import logging
 import math
 import sys
+import types
 from functools import partial
-from itertools import islice
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -87,8 +88,13 @@ def outside_dynamo(function):
 
 def split(name: str, args):
     """The tensors in groups, and what follows them."""
-    args = iter(args)
-    return *(tuple(islice(args, 4 if group.endswith("x") else 2)) for group in OPERATORS[name][0]), tuple(args)
+    return [args[part] for part in _parts(name)]
+
+
+@functools.cache
+def _parts(name: str) -> list[slice]:
+    ends = [*accumulate([4 if group.endswith("x") else 2 for group in OPERATORS[name][0]])]
+    return [slice(*ends) for ends in pairwise([0, *ends, None])]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,34 +146,48 @@ def _allocate(name: str, q, k, v, mask, *rest) -> tuple[Tensor, ...]:
     return tuple(new[i % 2]() for i in range(results))
 
 
-def compute(name: str, *args) -> tuple[Tensor, ...]:
+def on_nvidia(a: Tensor) -> bool:
+    return a.is_cuda and torch.version.hip is None  # "cuda" is also what PyTorch calls AMD's
+
+
+@functools.cache
+def _launch() -> types.ModuleType:
+    from torch_bridge import launch  # imports Triton
+
+    return launch
+
+
+def compute(name: str, *args) -> tuple[Tensor | None, ...]:
+    """The results; None for a gradient that is not wanted."""
     if name == "forward" and args[-1] is True and forward_ad._current_level >= 0 and loses_tangents():  # private
         raise RuntimeError(LOST)
     launches[name] += 1
-    device = args[0].device
-    on_nvidia = device.type == "cuda" and torch.version.hip is None  # "cuda" is also what PyTorch calls AMD's
-    if on_nvidia and not TRITON:
-        on_nvidia = False
+    kernels = on_nvidia(args[0])
+    if kernels and not TRITON:
+        kernels = False
         logger.debug("attention %s: Triton is not installed; the reference computes it", name)
-    if on_nvidia:
-        from torch_bridge import launch  # imports Triton
-
-        results = launch.planned(name, args)
+    if kernels:
+        results = _launch().planned(name, args)
         if results is not None:
             return results
     *tensors, static = split(name, args)
     case = case_of(*args[:2], *static[:4])
     groups = dict(zip(OPERATORS[name][0], tensors, strict=True), want=args[-1] if name.startswith("backward") else ())
-    if on_nvidia and launch.served(groups["x"]):
-        results = launch.computed(name, args, groups, case)
+    if kernels and _launch().served(groups["x"]):
+        results = _launch().computed(name, args, groups, case)
         if results is not None:
             return results
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(args[0].device.type, enabled=False):
         values = reference.run(name, case, **groups)
     results = _allocate(name, *args)
     for result, value in zip(results, values, strict=False):
         result.zero_() if value is None else result.copy_(value)
     return results
+
+
+def filled(results, like: Tensor) -> tuple[Tensor, ...]:
+    """As the dispatcher takes results: an empty tensor for each that is not wanted."""
+    return tuple([like.new_empty(0) if a is None else a for a in results])
 
 
 def _fold(name: str, info, in_dims, *args):
@@ -209,7 +229,8 @@ def _tangent_apart(tangent, *args):
 for _name, (_groups, _static, _results, _products) in OPERATORS.items():
     _schema = f"({', '.join(GROUPS[g] for g in _groups)}, {_static}) -> ({', '.join(['Tensor'] * _results)})"
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-    library.impl(_name, outside_dynamo(partial(compute, _name)), "CompositeExplicitAutograd")
+    _kernel = lambda *args, name=_name: filled(compute(name, *args), args[0])
+    library.impl(_name, outside_dynamo(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_bridge::{_name}", partial(_allocate, _name), lib=library)
     _rule = _fold_forward_dual if _name == "forward_dual" else partial(_fold, _name)
     torch.library.register_vmap(f"torch_bridge::{_name}", _rule, lib=library)

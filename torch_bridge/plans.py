@@ -1,16 +1,40 @@
 """A call like an earlier one, without the Python in between.
 
 Which kernels a call launches, and with which arguments, follows from what its tensors look like, but takes longer to work
-out than a small kernel runs.  A plan keeps the outcome: compiled kernels, and arguments in which the tensors of the next
-such call replace those of the first.  Copies of its arguments, to order them, are part of a plan; a call that rounded or
-cast a tensor has none.
+out than a small kernel runs.  A plan keeps the outcome: compiled kernels, and arguments in which the addresses of the next
+such call's tensors replace those of the first.  Copies of its arguments, to order them, are part of a plan; a call that
+rounded or cast a tensor has none.  A call by a plan allocates its results, each by itself, and all that kernels hand to one
+another in one piece.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Mapped(NamedTuple):
+    """An argument made from the address of a tensor, such as a TMA descriptor's."""
+
+    tensor: Tensor
+    make: Callable[[int], Any]
+
+
+class Launched(NamedTuple):
+    """A launch of the first call: tensors stand in `arguments` for their addresses."""
+
+    run: Callable[[list[Any]], Any]
+    arguments: Sequence[Any]
+    outputs: Sequence[Tensor]  # but placeholders
+
+
+class Copied(NamedTuple):
+    """A copy that the first call made of a view of an argument, or of an earlier copy, perhaps with zeros behind each row."""
+
+    view: Tensor
+    array: Tensor
 
 
 class Part(NamedTuple):
@@ -24,23 +48,43 @@ class Part(NamedTuple):
     zeros: int
 
 
-class Launch(NamedTuple):
-    """Tensors are known by their places: the arguments of the call first, then parts of these and outputs, in turn."""
+class Addressed(dict):
+    """What `make` makes of an address, kept: the caching allocator gives the same ones again and again."""
 
-    run: Callable  # the compiled kernel
-    outputs: list[tuple]  # shape, strides and dtype of each
-    arguments: list[Any]  # None where a tensor belongs
+    MOST = 256
+
+    def __init__(self, make: Callable[[int], Any]):
+        self.make = make
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= self.MOST:
+            self.clear()
+        made = self[address] = self.make(address)
+        return made
+
+
+class Launch(NamedTuple):
+    """Tensors are known by their places: those among the arguments of the call first, then parts of these, then results, then
+    what kernels hand to one another."""
+
+    run: Callable[[list[Any]], Any]
+    arguments: list[Any]  # None where an address belongs, and where a tensor is never touched
     pointers: list[tuple[int, int]]  # (of an argument, of its tensor)
-    descriptors: list[tuple[int, int, type, dict]]  # and the descriptor's class and fields
+    addressed: list[tuple[int, int, Addressed]]
 
 
 class Plan(NamedTuple):
-    steps: list[Part | Launch]
-    results: list[int | None]  # None: not wanted
+    parts: list[Part]
+    outputs: list[tuple]  # shape, strides and dtype of each result
+    scratch: int  # bytes
+    offsets: list[int]  # in it
+    launches: list[Launch]
+    results: list[int | None]  # of `outputs`; None: not wanted
 
 
 plans: dict[tuple, Plan] = {}
 MOST_PLANS = 4096
+ALIGNED = 256  # bytes; kernels are compiled for multiples of 16
 
 
 def keep(looks: tuple, plan: Plan | None) -> None:
@@ -56,95 +100,124 @@ def precision_of(q: Tensor) -> str:
     return "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def look(name: str, args: Sequence[Any], precision: str | None = None) -> tuple:
-    """All that the choice of kernels and arguments depends on: a plan holds for calls that look the same.  `precision` is that
-    in which the call was computed, or else the one in force, which another thread may change meanwhile."""
-    q, parts, places = args[0], [], {}
+def look(name: str, args: Sequence[Any], precision: str | None = None) -> tuple[tuple, list[int]]:
+    """All that the choice of kernels and arguments depends on: a plan holds for calls that look the same; and the addresses of
+    the tensors.  `precision` is that in which the call was computed, or else the one in force, which another thread may change
+    meanwhile."""
+    q = args[0]
+    parts, addresses = [name, q.device.index, precision or precision_of(q)], []
     for a in args:
-        if isinstance(a, Tensor):
+        if a is None:
+            parts.append(a)
+        elif isinstance(a, Tensor):
             address = a.data_ptr()
-            same = places.setdefault(address, len(places))
-            parts += (a.shape, a.stride(), a.dtype, address % 16, same)
+            addresses.append(address)
+            parts += (a.shape, a.stride(), a.dtype, address % 16)
         else:
-            parts.append(tuple(a) if isinstance(a, list) else a)
-    return name, q.device.index, precision or precision_of(q), *parts
+            parts.append(tuple(a) if type(a) is list else a)
+    if len({*addresses}) < len(addresses):  # which are the same
+        parts.append(tuple(map(addresses.index, addresses)))
+    return tuple(parts), addresses
 
 
-def follow(plan: Plan, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The results of the operator for these arguments."""
-    tensors = list(args)
+def follow(plan: Plan, args: Sequence[Any], addresses: list[int]) -> tuple[Tensor | None, ...]:
+    """The results of the operator for these arguments; `addresses`, of `look`, grows."""
     device = args[0].device
-    for step in plan.steps:
-        if isinstance(step, Part):
-            a = tensors[step.place]
-            part = a.as_strided(step.shape, step.strides, a.storage_offset() + step.offset)
-            tensors.append(torch.nn.functional.pad(part, (0, step.zeros)) if step.zeros else part.contiguous())
-            continue
-        for shape, strides, dtype in step.outputs:
-            tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
-        arguments = step.arguments.copy()
-        for i, place in step.pointers:
-            arguments[i] = tensors[place]
-        for i, place, kind, fields in step.descriptors:
-            arguments[i] = descriptor = object.__new__(kind)
-            descriptor.__dict__.update(fields, base=tensors[place])
-        step.run(*arguments)
-    return tuple(args[0].new_empty(0) if place is None else tensors[place] for place in plan.results)
+    if plan.parts:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        for place, shape, strides, offset, zeros in plan.parts:
+            a = tensors[place]
+            part = a.as_strided(shape, strides, a.storage_offset() + offset)
+            tensors.append(torch.nn.functional.pad(part, (0, zeros)) if zeros else part.contiguous())
+            addresses.append(tensors[-1].data_ptr())
+    outputs = [
+        torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in plan.outputs
+    ]
+    for output in outputs:
+        addresses.append(output.data_ptr())
+    if plan.scratch:
+        scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=device)
+        first = scratch.data_ptr()
+        for offset in plan.offsets:
+            addresses.append(first + offset)
+    for run, arguments, pointers, addressed in plan.launches:
+        arguments = arguments.copy()
+        for i, place in pointers:
+            arguments[i] = addresses[place]
+        for i, place, made in addressed:
+            arguments[i] = made[addresses[place]]
+        run(arguments)
+    return tuple([None if i is None else outputs[i] for i in plan.results])
 
 
-def made(args: Sequence[Any], launched: Sequence[tuple], results: Sequence[Tensor | None]) -> Plan | None:
-    """Of one call, its `launched`: (compiled kernel, grid, arguments, their tensors, outputs), or (view, array).  None where some
-    tensor is neither an argument of the call nor part of one nor an output of an earlier launch, or a result is no output."""
+def made(args: Sequence[Any], launched: Sequence[Launched | Copied], results: Sequence[Tensor | None]) -> Plan | None:
+    """Of one call, and what it launched.  None where some tensor is neither an argument of the call nor part of one nor an
+    output of a launch, or a result is no output."""
+    known = [a for a in args if isinstance(a, Tensor)]
     places: dict[int, int] = {}
-    for i, a in enumerate(args):
-        if isinstance(a, Tensor):
-            places.setdefault(a.data_ptr(), i)
-    seen = {a.data_ptr(): a for a in results if a is not None}
-    known, count, steps = [*enumerate(args)], len(args), []
+    for i, a in enumerate(known):
+        places.setdefault(a.data_ptr(), i)
+    parts = []
     for step in launched:
-        if len(step) == 2:
-            view, array = step
-            origin = _origin(view, known)
+        if isinstance(step, Copied):
+            origin = _origin(step.view, known)
             if origin is None:
                 return None
             place, offset = origin
-            steps.append(Part(place, view.shape, view.stride(), offset, array.shape[-1] - view.shape[-1]))
-            known.append((count, array))
-            places[array.data_ptr()], count = count, count + 1
-            continue
-        compiled, grid, arguments, tensors, outputs = step
-        for output in outputs:
-            places[output.data_ptr()], count = count, count + 1
-        if any(t is not None and t.data_ptr() not in places for t in tensors):
-            return None
-        as_seen = [seen.get(o.data_ptr(), o) for o in outputs]
-        at = [(i, None if t is None else places[t.data_ptr()]) for i, t in enumerate(tensors)]
-        steps.append(
-            Launch(
-                compiled[(grid, 1, 1)],
-                [(a.shape, a.stride(), a.dtype) for a in as_seen],
-                [a if t is None else None for a, t in zip(arguments, tensors, strict=True)],
-                [(i, p) for i, p in at if p is not None and arguments[i] is tensors[i]],
-                [
-                    (i, p, type(arguments[i]), dict(vars(arguments[i]), base=None))
-                    for i, p in at
-                    if p is not None and arguments[i] is not tensors[i]
-                ],
-            )
-        )
-    if any(a is not None and a.data_ptr() not in places for a in results):
+            zeros = step.array.shape[-1] - step.view.shape[-1]
+            parts.append(Part(place, step.view.shape, step.view.stride(), offset, zeros))
+            places[step.array.data_ptr()] = len(known)
+            known.append(step.array)
+    launches = [step for step in launched if isinstance(step, Launched)]
+    outputs = {o.data_ptr(): o for step in launches for o in step.outputs}
+    seen = {a.data_ptr(): a for a in results if a is not None}
+    if seen.keys() - outputs.keys():
         return None
-    return Plan(steps, [None if a is None else places[a.data_ptr()] for a in results])
+    between = [o for address, o in outputs.items() if address not in seen]
+    sizes = [math.ceil(o.nbytes / ALIGNED) * ALIGNED for o in between]
+    for a in (*seen.values(), *between):
+        places[a.data_ptr()] = len(known)
+        known.append(a)
+    planned = [_launch(step, places) for step in launches]
+    if None in planned:
+        return None
+    order = [*seen]
+    return Plan(
+        parts,
+        [(a.shape, a.stride(), a.dtype) for a in seen.values()],
+        sum(sizes),
+        [sum(sizes[:i]) for i in range(len(sizes))],
+        planned,
+        [None if a is None else order.index(a.data_ptr()) for a in results],
+    )
 
 
-def _origin(view: Tensor, known: Sequence[tuple[int, Any]]) -> tuple[int, int] | None:
+def _launch(step: Launched, places: dict[int, int]) -> Launch | None:
+    template, pointers, addressed = [], [], []
+    for i, a in enumerate(step.arguments):
+        tensor = a.tensor if isinstance(a, Mapped) else a
+        if not isinstance(tensor, Tensor):
+            template.append(a)
+            continue
+        place = places.get(tensor.data_ptr())
+        if place is None:
+            return None
+        template.append(None)
+        if isinstance(a, Mapped):
+            addressed.append((i, place, Addressed(a.make)))
+        else:
+            pointers.append((i, place))
+    return Launch(step.run, template, pointers, addressed)
+
+
+def _origin(view: Tensor, known: Sequence[Tensor]) -> tuple[int, int] | None:
     """The place of the argument, or of the copy of one, that it is a view of, and where in it it begins.  Of arguments that share
     memory, that which begins there too: how far they lie apart may be otherwise in the next call."""
-    for i, a in known:
-        if isinstance(a, Tensor) and a.dtype == view.dtype and a.data_ptr() == view.data_ptr():
+    for i, a in enumerate(known):
+        if a.dtype == view.dtype and a.data_ptr() == view.data_ptr():
             return i, 0
-    for i, a in known:
-        if isinstance(a, Tensor) and a.dtype == view.dtype == torch.int32:  # the selection, which is nobody else's
+    for i, a in enumerate(known):
+        if a.dtype == view.dtype == torch.int32:  # the selection, which is nobody else's
             offset = (view.data_ptr() - a.data_ptr()) // a.itemsize
             if 0 < offset < a.numel():
                 return i, offset

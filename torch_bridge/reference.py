@@ -18,7 +18,9 @@ import torch
 
 from jax_flash_jvp.problem import HIDES, Operands, Problem
 
-BLOCK = 2**22  # scores in a block, at most, unless that were fewer than 16 queries
+# Scores in a block, at most, unless that were fewer than 16 queries.  CPUs keep so many in their caches.
+BLOCK, ON_CPU = 2**22, 2**20
+MIXED = 2**16  # numbers that CPUs draw at a time
 
 
 class Case(NamedTuple):
@@ -35,19 +37,20 @@ def run(name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, 
 
 def forward_dual(x, tx, case):
     """(o, ℓ, ȯ, μ)"""
-    return _sweep(_forward_dual, case, (*x, *tx), (True,) * 4, (x[0], None) * 2)
+    return _sweep(_forward_dual, case, (*x, *tx), (True,) * 4, (None,) * 4, (x[0], None) * 2)
 
 
 def backward_dual(x, tx, cy, cty, case, want):
     """The wanted gradients of x, then of tx; the others None."""
     inputs = (*x, *tx, *cy, *cty)
-    return _sweep(partial(_backward_dual, want), case, inputs, _has_rows(inputs)[:8], (*x, *x))
+    f = partial(_backward_dual, want)
+    return _sweep(f, case, inputs, _has_rows(inputs)[:8], _keys_axes(inputs)[:8], (*x, *x))
 
 
 def backward_dual_vjp(inputs, cotangents, case, want, moving):
     """The gradients of the moving `inputs` of `backward_dual`."""
     f = partial(_vjp, partial(_backward_dual, want), moving)
-    return _sweep(f, case, (*inputs, *cotangents), _has_rows(inputs), inputs)
+    return _sweep(f, case, (*inputs, *cotangents), _has_rows(inputs), _keys_axes(inputs), inputs)
 
 
 # ------------------------------------------------------------------------------------------------ blocks of queries
@@ -57,6 +60,12 @@ def _has_rows(inputs):
     """Which of x, tx, cy, cty, and of results like x and tx, have a row for each query."""
     x = (True, False, False, inputs[3] is not None and inputs[3].shape[2] != 1)
     return (*x, *x, True, True, True, True, *x, *x)[: max(8, len(inputs))]
+
+
+def _keys_axes(inputs):
+    """Of the same, the axis along which they have an element for each key, or None."""
+    x = (None, 2, 2, 3 if inputs[3] is not None and inputs[3].shape[3] != 1 else None)
+    return (*x, *x, None, None, None, None, *x, *x)[: max(8, len(inputs))]
 
 
 def _cut(case, i, a):
@@ -69,21 +78,47 @@ def _cut(case, i, a):
     return a.masked_fill(past.view(past.shape[0], 1, past.shape[1], *[1] * (a.ndim - 3)), 0)
 
 
-def _sweep(f, case, inputs, has_rows, likes):
-    """Apply f(case, (first query, queries in all), *inputs) to one block of queries after the other.  Results that have a
-    row for each query are put together, the others summed; then they get the dtypes of `likes`."""
+def _sweep(f, case, inputs, has_rows, keys_axes, likes):
+    """Apply f(case, at, *inputs) to one block of queries after the other, `at` = (first query, queries in all, first key, keys in
+    all), and to the keys alone that causality and windows leave to these.  Results that have a row for each query are put
+    together, the others summed; then they get the dtypes of `likes`."""
     q, k = inputs[:2]
+    queries, keys = q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     wide = [a if a is None or a.dtype == torch.bool else _cut(case, i, a.to(dtype)) for i, a in enumerate(inputs)]
-    size = max(16, BLOCK // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    size = max(16, (ON_CPU if q.device.type == "cpu" else BLOCK) // max(1, q.shape[0] * q.shape[1] * keys))
     results = [[] for _ in likes]
-    for first in range(0, max(1, q.shape[2]), size):
-        cut = zip(wide, _has_rows(inputs), strict=True)
-        block = [a[:, :, first : first + size] if r and a is not None else a for a, r in cut]
-        for result, value, r in zip(results, f(case, (first, q.shape[2]), *block), has_rows, strict=True):
+    for first in range(0, max(1, queries), size):
+        begin, end = _seen(case.problem.reach(queries, keys), first, min(first + size, queries), keys)
+        cut = zip(wide, _has_rows(inputs), _keys_axes(inputs), strict=True)
+        block = [
+            a if a is None else _narrow(a[:, :, first : first + size] if r else a, axis, begin, end)
+            for a, r, axis in cut
+        ]
+        values = f(case, (first, queries, begin, keys), *block)
+        for result, value, r, axis in zip(results, values, has_rows, keys_axes, strict=True):
+            value = _widen(value, axis, begin, keys)
             result[:] = [*result, value] if r or not result or value is None else [result[0] + value]
     joined = [None if r[0] is None else torch.cat(r, 2) if len(r) > 1 else r[0] for r in results]
     return [a if a is None or like is None else a.to(like.dtype) for a, like in zip(joined, likes, strict=True)]
+
+
+def _seen(reach, first, last, keys):
+    """The first key that queries first … last - 1 may see, and the one behind their last."""
+    left, right = reach
+    begin = 0 if left is None else min(max(0, first - left), keys)
+    return begin, keys if right is None else max(begin, min(keys, last + right))
+
+
+def _narrow(a, axis, begin, end):
+    return a if axis is None or (begin == 0 and end == a.shape[axis]) else a.narrow(axis, begin, end - begin)
+
+
+def _widen(a, axis, begin, keys):
+    """With zeros for the keys that none of the block sees."""
+    if a is None or axis is None or a.shape[axis] == keys:
+        return a
+    return torch.nn.functional.pad(a, (*[0] * 2 * (3 - axis), begin, keys - begin - a.shape[axis]))
 
 
 def _scores(case, at, q, k, mask):
@@ -95,17 +130,17 @@ def _scores(case, at, q, k, mask):
         s = problem.soft_cap * u
     if mask is not None:
         s = (s if mask.dtype == torch.bool else s + mask).masked_fill(_hides(mask), -torch.inf)
-    first, queries = at
+    first, queries, begin, keys = at
     i, j = (torch.arange(n, device=s.device) for n in s.shape[-2:])
-    i = first + i[:, None]
-    left, right = problem.reach(queries, k.shape[2])
+    i, j = first + i[:, None], begin + j
+    left, right = problem.reach(queries, keys)
     hidden = [j < i - left] if left is not None else []
     hidden += [j > i + right] if right is not None else []
     for position, lengths in ((i, x.query_lengths), (j, x.key_lengths)):
         hidden += [position >= lengths[:, None, None, None]] if lengths is not None else []
     if x.query_segments is not None:
         of_rows = x.query_segments[:, None, first : first + s.shape[2], None]
-        hidden += [of_rows != x.key_segments[:, None, None, :]]
+        hidden += [of_rows != x.key_segments[:, None, None, begin : begin + s.shape[3]]]
     for h in hidden:
         s = s.masked_fill(h, -torch.inf)
     return s, u
@@ -119,24 +154,35 @@ def _kept(case, at, q, k):
     """1 / (1 - rate) where dropout keeps a probability, else 0, as in the kernels; None: it keeps all."""
     if case.selection.seed is None:
         return None
-    seed, other = (n.long()[:, None, None, None] & _WORD for n in case.selection.seed.unbind(1))
-    heads, i, j = (torch.arange(n, device=q.device) for n in (*q.shape[1:3], k.shape[2]))
-    heads, i = heads[:, None, None], (at[0] + i)[:, None]
-    key = _mixed(i ^ _mixed(seed ^ _mixed(heads)))
-    bits = _mixed(_mixed(j ^ key) + (key ^ _mixed(other + heads))) >> 1
+    seed, other = (n.int()[:, None, None, None] for n in case.selection.seed.unbind(1))
+    heads, i, j = (torch.arange(n, device=q.device, dtype=torch.int32) for n in (*q.shape[1:3], k.shape[2]))
+    heads, i, j = heads[:, None, None], (at[0] + i)[:, None], at[2] + j
     rate = (np.float64 if q.dtype == torch.float64 else np.float32)(case.problem.dropout_rate)
-    return (bits >= int(np.float32(2**31) * np.float32(rate))).to(q.dtype) / float(1 - rate)
+    least, keys, others = (
+        int(np.float32(2**31) * np.float32(rate)),
+        _mixed(i ^ _mixed(seed ^ _mixed(heads))),
+        other + heads,
+    )
 
+    def rows(key):
+        bits = _shifted(_mixed(_mixed(j ^ key).add_(key ^ _mixed(others))), 1)
+        dropped = bits.sub_(least).bitwise_right_shift_(31)  # -1 or 0: comparisons, and their conversion, take longer
+        return dropped.to(q.dtype).add_(1).div_(float(1 - rate))
 
-_WORD = 2**32 - 1
+    size = max(1, MIXED // max(1, q.shape[0] * q.shape[1] * k.shape[2])) if q.device.type == "cpu" else q.shape[2]
+    return torch.cat([rows(key) for key in keys.split(max(1, size), 2)], 2)
 
 
 def _mixed(x):
-    """A permutation of 32-bit integers that scatters neighbours."""
-    x = x & _WORD
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
-    x = ((x ^ (x >> 15)) * 0xD35A2D97) & _WORD
-    return x ^ (x >> 15)
+    """A permutation of 32-bit integers that scatters neighbours; sums and products wrap."""
+    x = _shifted(x, 16).bitwise_xor_(x).mul_(0x21F0AAAD)
+    x = _shifted(x, 15).bitwise_xor_(x).mul_(0xD35A2D97 - 2**32)
+    return _shifted(x, 15).bitwise_xor_(x)
+
+
+def _shifted(x, n):
+    """To the right, zeros following, as of an unsigned integer; a new tensor."""
+    return (x >> n).bitwise_and_(2 ** (32 - n) - 1)
 
 
 def _forward_dual(case, at, *inputs):
@@ -156,12 +202,13 @@ def _probabilities(case, at, q, k, v, mask, t_q, t_k, t_v, t_mask):
     hidden = total == 0
     total = total.masked_fill(hidden, 1)
     p, lse = p / total, (maximum + total.log()).masked_fill(hidden, -torch.inf).squeeze(-1)
-    o = _onto_rows(_thinned(p, kept), v)
+    p_kept = _thinned(p, kept)
+    o = _onto_rows(p_kept, v)
     t_x = _times(case.problem.scale, _add(_outer(t_q, k), _outer(q, t_k)))
     t_s = _add(_under_cap(t_x, u), t_mask)
     mu = torch.zeros_like(o[..., :1]) if t_s is None else (p * t_s).sum(-1, keepdim=True)
     w = None if t_s is None else t_s - mu
-    t_o = _add(_onto_rows(_thinned(_times(p, w), kept), v), _onto_rows(_thinned(p, kept), t_v))
+    t_o = _add(_onto_rows(_thinned(_times(p, w), kept), v), _onto_rows(p_kept, t_v))
     return p, w, o, lse, torch.zeros_like(o) if t_o is None else t_o, mu.squeeze(-1), kept, u, t_x
 
 

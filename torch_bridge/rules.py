@@ -16,21 +16,36 @@ level's problem.  So a rule never reasons about nesting, and Dynamo, to whom an 
 One convention holds throughout: y and ty are functions of x and tx, and get no cotangents.
 """
 
+from functools import partial
+
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function  # private
+from torch import Tensor
+from torch._C import _functorch
 from torch.autograd.function import _SingleLevelFunction  # private: what torch.func makes of a Function for one level
 
-from torch_bridge import reference
-from torch_bridge.operators import case_of, compute, library, ops, outside_dynamo, split
+from torch_bridge import operators, reference
+from torch_bridge.operators import case_of, compute, filled, library, ops, outside_dynamo, split
 
 NONE = (None,) * 4
+_NEITHER = None, None
 _unpack_dual, _make_dual = (
     torch._VF._unpack_dual,
     torch._VF._make_dual,
 )  # private: those of forward_ad, without the wrapping
 # private too
-_modes, _levels = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_modes, _levels = torch._C._len_torch_dispatch_stack, _functorch.peek_interpreter_stack
 _in_mode, _VMAP_MODE = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._dispatch_key_parse("VmapMode")
+_included = torch._C._dispatch_tls_local_include_set
+_excluded, _AUTOGRAD = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C._dispatch_key_parse("AutogradCUDA")
+_profiled = torch._C._autograd._profiler_enabled
+# the keys that a thread includes while no mode, level or tracer is active, and while levels of torch.func alone are
+_keys = lambda *names: sum(torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)).raw_repr() for name in names)
+_EAGER = _keys("BackendSelect", "ADInplaceOrView")
+_IN_LEVELS = _EAGER + _keys("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode")
+_single_level, _allow_single_level = (
+    _functorch.get_single_level_autograd_function_allowed,
+    _functorch.set_single_level_autograd_function_allowed,
+)
 INSIDE = (
     "a second derivative of attention was taken in reverse mode while the forward_ad.dual_level of its inputs is open: "
     "close the level before you call backward, or use torch.func.jvp and torch.func.grad"
@@ -50,8 +65,8 @@ def _some(tensors) -> bool:
 
 def _unpack(tensors):
     """Primals and tangents.  Level 0 by name: compiled graphs open it in C++, where forward_ad would not see it."""
-    pairs = [(None, None) if t is None else _unpack_dual(t, level=0) for t in tensors]
-    return tuple(p for p, _ in pairs), tuple(t for _, t in pairs)
+    pairs = [_NEITHER if t is None else _unpack_dual(t, level=0) for t in tensors]
+    return tuple([p for p, _ in pairs]), tuple([t for _, t in pairs])
 
 
 def _pack(primals, tangents, inputs=NONE):
@@ -66,23 +81,88 @@ def _pack(primals, tangents, inputs=NONE):
     return tuple(p if t is None or p.dim() == 1 else _make_dual(p, t, level=0) for p, t in pairs)
 
 
+def _alone(args) -> bool:
+    """Whether each tensor is no more than it seems."""
+    for a in args:
+        if type(a) in _PLAIN:
+            if a.is_neg() or a._is_zerotensor() or _functorch.is_functorch_wrapped_tensor(a):
+                return False
+        elif isinstance(a, Tensor):
+            return False
+    return True
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def _from_above(name, *args):
+    """The operator, None for a gradient that is not wanted.  On a GPU without the dispatcher, unless somebody may be listening
+    there: a mode, a tracer, a level of torch.func, a profiler, or a tensor that is more than one."""
+    if operators.on_nvidia(args[0]) and _included().raw_repr() == _EAGER and _unheard() and _alone(args):
+        return RULES[name](*args, below=_straight_below)
+    return getattr(ops, name)(*args)
+
+
+def _unheard() -> bool:
+    return not _excluded(_AUTOGRAD) and not _profiled()
+
+
+def _from_jvp(args, with_lse):
+    """forward inside a torch.func.jvp that is the only level, as that level would have it computed, but by one way through the
+    dispatcher in place of four.  None where it is not so, or somebody may be listening."""
+    top = _levels()
+    if top.key() != _functorch.TransformType.Jvp or top.level() != 1 or not _unheard():
+        return None
+    if not (torch._C._is_fwd_grad_enabled() and _functorch.CJvpInterpreterPtr(top).prevFwdGradMode()):
+        return None
+    tx = _unpack(args[:4])[1]
+    # primals as they lie beneath, not as unpacked: autograd has one node less for each
+    beneath = [_functorch.get_unwrapped(a) if _wrapped(a) else a for a in (*args[:4], *tx, args[4])]
+    if not _some(tx) or not operators.on_nvidia(beneath[0]) or not _alone(beneath):
+        return None
+    level = _functorch.pop_dynamic_layer_stack()
+    try:
+        # beneath there are no tangents: PyTorch has one level of forward_ad, which this jvp took
+        results = _dual(beneath[:4], beneath[4:8], (beneath[8], *args[5:]), below=_straight_below)
+    finally:
+        _functorch.push_dynamic_layer_stack(level)
+    o, lse, t_o, mu = (_functorch._wrap_for_grad(a, 1) for a in results)
+    return _make_dual(o, t_o, level=0), _make_dual(lse, mu, level=0) if with_lse else None
+
+
+def _wrapped(a) -> bool:
+    return a is not None and _functorch.maybe_get_level(a) == 1
+
+
+@outside_dynamo
+def forward(args, with_lse: bool):
+    """(o, ℓ) of an eager call; ℓ may be None unless it is asked for."""
+    if _included().raw_repr() == _IN_LEVELS:
+        results = _from_jvp(args, with_lse)
+        if results is not None:
+            return results
+    return _from_above("forward", *args)
+
+
 def _below(name, *args):
-    """The operator beneath this key.  On a GPU without the dispatcher, which takes as long as a launch, unless somebody may
-    be listening there: a mode, a level of torch.func, the older vmap, or a tensor that is more than one.  A profiler then sees
-    the operator above and the kernel."""
-    direct = (
-        args[0].is_cuda
-        and all(
-            type(a) in (torch.Tensor, torch.nn.Parameter) and not a.is_neg() and not a._is_zerotensor()
-            for a in args
-            if isinstance(a, torch.Tensor)
-        )
+    """The operator beneath this key, None for a gradient that is not wanted.  On a GPU without the dispatcher, which takes as
+    long as a launch, unless somebody may be listening there: a mode, a level of torch.func, the older vmap, or a tensor that
+    is more than one.  A profiler then sees the operator above and the kernel."""
+    if (
+        operators.on_nvidia(args[0])
         and _modes() == 0
         and _levels() is None
         and not _in_mode(_VMAP_MODE)
-    )
+        and _alone(args)
+    ):
+        return _straight_below(name, *args)
     with torch._C._AutoDispatchBelowAutograd():  # private: what every kernel at the Autograd key does
-        return compute(name, *args) if direct else getattr(ops, name)(*args)
+        return getattr(ops, name)(*args)
+
+
+def _straight_below(name, *args):
+    with torch._C._AutoDispatchBelowAutograd():
+        return compute(name, *args)
 
 
 class _Record(_SingleLevelFunction):
@@ -107,12 +187,16 @@ class _Record(_SingleLevelFunction):
 
 
 def _record(pullback, outputs, inputs, kept=()):
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        if _in_mode(_VMAP_MODE) and any(t is not None and p.requires_grad for p, t in zip(*_unpack(kept), strict=True)):
-            raise RuntimeError(VECTORIZED)
-        with enable_single_level_autograd_function():
-            return _Record.apply(pullback, tuple(outputs), kept, *inputs)
-    return outputs
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
+        return outputs
+    if _in_mode(_VMAP_MODE) and any(t is not None and p.requires_grad for p, t in zip(*_unpack(kept), strict=True)):
+        raise RuntimeError(VECTORIZED)
+    before = _single_level()
+    _allow_single_level(True)
+    try:
+        return _Record.apply(pullback, filled(outputs, inputs[0]), kept, *inputs)
+    finally:
+        _allow_single_level(before)
 
 
 def _refuse(inputs, outputs, kept, cotangents, wanted):
@@ -125,7 +209,7 @@ def _differentiable(inputs, wanted):
     return [w and a is not None and a.is_floating_point() for a, w in zip(inputs, wanted, strict=True)]
 
 
-def _forward(*args):
+def _forward(*args, below=_below):
     x, static = args[:4], args[4:8]
     px, tx = _unpack(x)
     if _some(tx):
@@ -133,12 +217,12 @@ def _forward(*args):
         return _pack(results[:2], results[2:])
 
     def pullback(x, y, kept, cy, wanted):
-        return ops.backward(*x, *cy, *y, *static, _differentiable(x, wanted))
+        return _from_above("backward", *x, *cy, *y, *static, _differentiable(x, wanted))
 
-    return _record(pullback, _below("forward", *args), x)
+    return _record(pullback, below("forward", *args), x)
 
 
-def _dual(x, tx, static, kept=()):
+def _dual(x, tx, static, kept=(), below=_below):
     """forward_dual with its reverse rule.  `kept`: x with the tangents of a level that may still be open when the
     backward runs; then the gradients have tangents too."""
 
@@ -148,13 +232,13 @@ def _dual(x, tx, static, kept=()):
         if _some(_unpack(kept)[1]):
             x, y = kept, _pack(y, ty)
         if _some(cty):
-            return ops.backward_dual(*x, *tx, *cy, *cty, *y, *ty, *static, want)
-        return *ops.backward(*x, *cy, *y, *static, want[:4]), *NONE
+            return _from_above("backward_dual", *x, *tx, *cy, *cty, *y, *ty, *static, want)
+        return *_from_above("backward", *x, *cy, *y, *static, want[:4]), *NONE
 
-    return _record(pullback, _below("forward_dual", *x, *tx, *static), (*x, *tx), kept)
+    return _record(pullback, below("forward_dual", *x, *tx, *static), (*x, *tx), kept)
 
 
-def _forward_dual(*args):
+def _forward_dual(*args, below=_below):
     x, tx, static = split("forward_dual", args)
     (px, dx), (ptx, dtx) = _unpack(x), _unpack(tx)
     if _some(dx):
@@ -162,10 +246,10 @@ def _forward_dual(*args):
     if _some(dtx):
         results = _dual(px, ptx, static)
         return *results[:2], *_pack(results[2:], ops.tangent(*px, *dtx, *results[:2], *static), tx)
-    return _dual(x, tx, static)
+    return _dual(x, tx, static, below=below)
 
 
-def _tangent(*args):
+def _tangent(*args, below=_below):
     x, tx, y, static = split("tangent", args)
     (px, dx), (ptx, dtx), (py, _) = _unpack(x), _unpack(tx), _unpack(y)
     if _some(dx):
@@ -180,12 +264,13 @@ def _tangent(*args):
             return *ops.backward_dual(*x, *tx, None, None, *cty, *y, *ty, *static, want), None, None
         return *NONE, *ops.backward(*x, *cty, *y, *static, want[4:]), None, None
 
-    return _record(pullback, _below("tangent", *args), args[:10])
+    return _record(pullback, below("tangent", *args), args[:10])
 
 
-def _backward(*args):
+def _backward(*args, below=_below):
     x, cy, y, (*static, want) = split("backward", args)
-    (px, tx), (pcy, tcy), (py, ty) = _unpack(x), _unpack(cy), _unpack(y)
+    (px, tx), (pcy, tcy) = _unpack(x), _unpack(cy)
+    py, ty = _unpack(y) if _some(tx) or _some(tcy) else (y, ())
     if _some(tx):
         ty = ty if all(t is not None for t in ty) else ops.tangent(*px, *tx, *py, *static)
         both = ops.backward_dual(*px, *tx, *tcy, *pcy, *py, *ty, *static, [*want, *want])
@@ -202,24 +287,28 @@ def _backward(*args):
             dx = ops.backward_dual(*x, *tx, None, None, *cy, *y, *ty, *static, flags)[:4]
         return *dx, *ty, None, None
 
-    return _record(pullback, _below("backward", *args), args[:8])
+    return _record(pullback, below("backward", *args), args[:8])
 
 
-def _backward_dual(*args):
+def _backward_dual(*args, below=_below):
     """The reference, with y and ty computed afresh."""
     inputs, (*static, want) = args[:12], args[16:]
-    case = case_of(*inputs[:2], *static)
+    case = partial(case_of, *inputs[:2], *static)
     if _some(_unpack(inputs)[1]):
-        results = reference.backward_dual(inputs[:4], inputs[4:8], inputs[8:10], inputs[10:], case, want)
+        results = reference.backward_dual(inputs[:4], inputs[4:8], inputs[8:10], inputs[10:], case(), want)
         absent = lambda i: torch.zeros_like(inputs[i % 4]) if want[i] else inputs[0].new_empty(0)
         return tuple(absent(i) if a is None else a for i, a in enumerate(results))
 
     def pullback(inputs, outputs, kept, cotangents, wanted):
         cotangents = [c if w else None for c, w in zip(cotangents, want, strict=True)]
-        return reference.backward_dual_vjp(inputs, cotangents, case, want, _differentiable(inputs, wanted))
+        return reference.backward_dual_vjp(inputs, cotangents, case(), want, _differentiable(inputs, wanted))
 
-    return _record(pullback, _below("backward_dual", *args), inputs)
+    return _record(pullback, below("backward_dual", *args), inputs)
 
 
-for _rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual):
-    library.impl(_rule.__name__.removeprefix("_"), outside_dynamo(_rule), "Autograd")
+# `below` is the way down for the tensors that a rule is given; tangents that it finds in them go by `_below`
+RULES = {
+    rule.__name__.removeprefix("_"): rule for rule in (_forward, _forward_dual, _tangent, _backward, _backward_dual)
+}
+for _name, _rule in RULES.items():
+    library.impl(_name, outside_dynamo(lambda *args, rule=_rule: filled(rule(*args), args[0])), "Autograd")

@@ -11,6 +11,9 @@ class Output(NamedTuple):
     dtype: str
 
 
+PLACEHOLDER = Output((1,), "float32")  # for an output that no kernel touches, then or later: any pointer will do
+
+
 class Rows(NamedTuple):
     """An input that a kernel reads through a TMA descriptor: [B, H, L, D] of an array [B, L, H, D], in tiles of so many rows
     and channels.  Where the array is None there is none, and the kernel's parameter is a constant None."""

@@ -11,7 +11,7 @@ from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper.handover import part_size
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, column_widths
 from jax_flash_jvp.kernels.hopper.work import DIVISIBLE, TOGETHER, reciprocal
-from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows
+from jax_flash_jvp.kernels.launcher import PLACEHOLDER, Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
 from jax_flash_jvp.kernels.portable.tiles import Tile
@@ -309,7 +309,7 @@ class _Call:
         rest = self.batch * heads % TOGETHER.value or 1
         divisors = (blocks // (self.batch * heads), heads, n_tiles, share or 1, TOGETHER.value, rest)
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
-        placeholder, tiles, between = Output((1,), "float32"), None, None
+        tiles, between = None, None
         words += " deferred" * ring.deferred + " late" * ring.late + " one-loop" * self.one_loop(by_key)
         if "tiles" in self.words:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
@@ -322,7 +322,7 @@ class _Call:
             self.kernel, programs,
             (*descriptors, *self.portable.selected(by_key), tiles, *saved),
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once, *map(reciprocal, divisors)),
-            [placeholder if o is None else o for o in (*outputs, between, *more)],
+            [PLACEHOLDER if o is None else o for o in (*outputs, between, *more)],
             dict(
                 C=self.head_dim, FEATURES=self.features + order + words, SLOTS=ring.slots, GROUPS=ring.groups,
                 HEIGHT=ring.height, TURNS=ring.turns,

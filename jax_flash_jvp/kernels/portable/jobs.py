@@ -10,7 +10,7 @@ from typing import Any
 
 import triton
 
-from jax_flash_jvp.kernels.launcher import Launcher, Output
+from jax_flash_jvp.kernels.launcher import PLACEHOLDER, Launcher, Output
 from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
@@ -119,12 +119,11 @@ class _Call:
 
     def run(self, kernel, tile: Tile, programs: int, inputs, outputs, tx: Operands, by_key: bool = False, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
-        placeholder = Output((1,), "float32")
         length, block = (self.query_length, tile.block_m) if by_key else (self.key_length, tile.block_n)
         ragged = bool(length % block) or "lengths" in self.features
         given = (*inputs, self.bias, tx.bias, *self.selected(by_key), self.x.seed, self.tiles(tile, by_key))
         got = self.launcher.launch(
-            kernel, programs, given, self.scalars, [placeholder if o is None else o for o in outputs],
+            kernel, programs, given, self.scalars, [PLACEHOLDER if o is None else o for o in outputs],
             dict(
                 self.constants, BM=tile.block_m, BN=tile.block_n, RAGGED=ragged, **has_tangents(tx), **constants
             ), tile.num_warps, tile.num_stages, registers=tile.registers,
@@ -282,11 +281,10 @@ def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], 
         shape, dtype, shared = (call.batch, call.query_heads, length), "float32", (1, 1)
     blocks = triton.cdiv(call.query_length, t.block_m) if by_row or not by_column else 1
     blocks *= triton.cdiv(call.key_length, t.block_n) if by_column else 1
-    placeholder = Output((1,), "float32")
     got = call.launcher.launch(
         bias_kernels.score_side, blocks * shape[0] * shape[1],
         (*inputs, call.bias, tx.bias, *call.selected(False), call.x.seed), (*call.scalars, *shared),
-        [Output(shape, dtype) if w else placeholder for w in want],
+        [Output(shape, dtype) if w else PLACEHOLDER for w in want],
         dict(
             call.constants, BM=t.block_m, BN=t.block_n, WANT=want[0], WANT_T=want[1], **has_tangents(tx), **has
         ), t.num_warps, t.num_stages,
@@ -313,7 +311,7 @@ def _statistics(call: _Call, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, du
         triton.cdiv(call.query_length, block_m) * call.batch * call.query_heads,
         (o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse),
         (call.query_heads, call.query_length),
-        (call.statistic, call.statistic, call.statistic if dual else Output((1,), "float32")),
+        (call.statistic, call.statistic, call.statistic if dual else PLACEHOLDER),
         dict(
             call.value_constants, BM=block_m, HAS_TANGENT=dual, HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None,
             HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None,

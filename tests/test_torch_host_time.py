@@ -1,0 +1,231 @@
+"""What an eager call on a GPU spares its host: the dispatcher, where nobody listens there, and allocations."""
+
+import collections
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.autograd import forward_ad  # noqa: E402
+from torch.func import grad, jvp, vmap  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from jax_flash_jvp.problem import Problem  # noqa: E402
+from test_torch_attention import PlannedLauncher, normal  # noqa: E402
+from test_torch_derivatives import DERIVATIVES  # noqa: E402
+from test_torch_oracle import check, leaves, naive  # noqa: E402
+from torch_bridge import operators, reference, rules  # noqa: E402
+from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+
+x, tx = (tuple(normal(1, 2, 5, 4, seed=seed + i) for i in range(3)) for seed in (0, 3))
+JOBS = {
+    "forward": lambda s: s(*x),
+    "no-grad": lambda s: torch.no_grad()(s)(*x),
+    "backward": lambda s: backward(s),
+    "jvp": lambda s: jvp(s, x, tx),
+    "jvp-of-query": lambda s: jvp(lambda q: s(q, *x[1:]), x[:1], tx[:1]),
+    "backward-of-jvp": lambda s: backward(lambda *x: jvp(s, x, tx)[1]),
+}
+
+
+def backward(s):
+    arrays = [a.clone().requires_grad_() for a in x]
+    s(*arrays).sin().sum().backward()
+    return [a.grad for a in arrays]
+
+
+def by_level(s):
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(s(*map(forward_ad.make_dual, x, tx))))
+
+
+@pytest.fixture
+def dispatched(monkeypatch):
+    """The operators that go to the dispatcher from the rules, on a machine that takes CPUs for GPUs without kernels."""
+    seen, real = [], rules.ops
+
+    class Ops:
+        def __getattr__(self, name):
+            seen.append(name)
+            return getattr(real, name)
+
+    monkeypatch.setattr(rules, "ops", Ops())
+    monkeypatch.setattr(operators, "on_nvidia", lambda a: a.device.type == "cpu")
+    nothing = types.SimpleNamespace(planned=lambda name, args: None, served=lambda x: False)
+    monkeypatch.setattr(operators, "_launch", lambda: nothing)
+    return seen
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_nobody_listens(job, dispatched):
+    check(lambda: JOBS[job](sdpa), lambda: JOBS[job](naive))
+    assert dispatched == []
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_derivatives(derivative, dispatched):
+    run, launches = DERIVATIVES[derivative]
+    check(lambda: run(sdpa), lambda: run(naive), launches)
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def within(context, job):
+    def run(s):
+        with context():
+            return job(s)
+
+    return run
+
+
+def left_over():
+    """A tensor of a level of torch.func that is closed."""
+    kept = []
+    grad(lambda q: kept.append(q) or q.sum())(x[1])
+    return kept[0]
+
+
+LISTENERS = {
+    "left-over": lambda s: s(x[0], left_over(), x[2]),
+    "left-over-in-jvp": lambda s: jvp(lambda q: s(q, left_over(), x[2]), x[:1], tx[:1]),
+    "mode": within(Mode, JOBS["backward"]),
+    "mode-around-jvp": within(Mode, JOBS["jvp"]),
+    "flops": within(lambda: FlopCounterMode(display=False), JOBS["forward"]),
+    "profiler": within(torch.profiler.profile, JOBS["forward"]),
+    "profiler-around-jvp": within(torch.profiler.profile, JOBS["jvp"]),
+    "vmap": lambda s: vmap(s)(*(a[:, None] for a in x)),
+    "grad": lambda s: grad(lambda q: s(q, *x[1:]).sin().sum())(x[0]),
+    "jvp-of-jvp": lambda s: jvp(lambda q: jvp(s, (q, *x[1:]), tx)[1], x[:1], tx[:1]),
+    "negative": lambda s: s(torch.complex(*x[:2]).conj().imag, *x[1:]),
+    "subclass": lambda s: s(x[0].as_subclass(Subclass), *x[1:]),
+    "inference": within(torch.inference_mode, JOBS["forward"]),
+    "trace": lambda s: torch.jit.trace(lambda q: s(q, *x[1:]), x[0], check_trace=False)(x[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_somebody_may_listen(listener, dispatched):
+    run = LISTENERS[listener]
+    got = [a.as_subclass(torch.Tensor) for a in leaves(run(sdpa))]
+    assert dispatched
+    check(lambda: got, lambda: run(naive))
+
+
+def test_levels_are_left_as_they_were_after_an_error(dispatched, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("no memory")
+
+    monkeypatch.setattr(reference, "run", fail)
+    with pytest.raises(ValueError, match="no memory"):
+        jvp(sdpa, x, tx)
+    monkeypatch.undo()
+    check(lambda: jvp(sdpa, x, tx), lambda: jvp(naive, x, tx))
+    check(lambda: by_level(sdpa), lambda: by_level(naive))
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function._schema.name.removeprefix("aten::")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+# name: (groups of tensors, what is wanted, results, whether kernels hand something to one another)
+CALLS = {
+    "forward": (dict(), (), 2, False),
+    "forward_dual": (dict(tx=True), (), 4, False),
+    "tangent": (dict(tx=True, y=True), (), 2, False),
+    "backward": (dict(cy=True, y=True), [True, True, True, False], 3, True),
+    "backward_dual": (dict(tx=True, cy=True, cty=True, y=True, ty=True), [True, True, True, False] * 2, 6, True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_by_a_plan_allocates_its_results_and_one_piece_more(name):
+    """And nothing for outputs that nobody wants, of which the kernels of a backward have a dozen."""
+    launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
+    groups, want, results, between = CALLS[name]
+    make = lambda seed: normal(1, 2, 17, 8, seed=seed, dtype=torch.float32).transpose(1, 2).contiguous().transpose(1, 2)
+    statistic = torch.zeros(1, 2, 17)
+    tensors = dict(
+        x=(*map(make, range(3)), None), tx=(*map(make, range(3, 6)), None), cy=(make(6), None), cty=(make(7), None),
+        y=(make(8), statistic), ty=(make(9), statistic.clone()),
+    )  # fmt: skip
+    given = {group: tensors[group] for group in operators.OPERATORS[name][0] if group == "x" or group in groups}
+    args = [*(a for group in given.values() for a in group), None, False, 0.3, "", *([want] if want else [])]
+    launcher = PlannedLauncher()
+    got = launch.run(launcher, name, reference.Case(Problem(0.3)), **given, **(dict(want=want) if want else {}))
+    plan = plans.made(args, launcher.launched, got)
+    _, addresses = plans.look(name, args)
+    with Counted() as counted:
+        again = plans.follow(plan, args, addresses)
+    assert counted.calls == collections.Counter(empty_strided=results) + collections.Counter(empty=int(between))
+    for a, b in zip(again, got, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+def test_what_is_made_of_addresses_is_kept(monkeypatch):
+    plans = pytest.importorskip("torch_bridge.plans")
+    monkeypatch.setattr(plans.Addressed, "MOST", 2)
+    made = []
+    maps = plans.Addressed(lambda address: made.append(address) or f"map of {address}")
+    assert [maps[16], maps[32], maps[16]] == ["map of 16", "map of 32", "map of 16"]
+    assert made == [16, 32]
+    assert maps[48] == "map of 48"
+    assert len(maps) == 1
+
+
+def test_descriptors_are_encoded_once_for_an_address(monkeypatch):
+    """Only the encoded map is made anew for another address; shape and strides stay."""
+    plans, launch = (pytest.importorskip(f"torch_bridge.{name}") for name in ("plans", "launch"))
+    from triton.backends.nvidia import driver
+
+    def make_tensordesc_arg(descriptor, metadata, base):
+        return [(descriptor.base.data_ptr(), metadata), *descriptor.shape, *descriptor.strides]
+
+    def wrapped():
+        launcher = lambda *args: args  # where Triton keeps what it calls in the end
+        return lambda *args: launcher(*args)
+
+    ran = []
+
+    class Launcher:
+        launch = wrapped()
+
+        def __call__(self, *args):
+            ran.append((self.launch, args))
+
+    Compiled = types.SimpleNamespace
+    compiled = Compiled(
+        run=Launcher(), metadata=Compiled(tensordesc_meta=["meta"]), function="function", packed_metadata="packed"
+    )
+    active = Compiled(get_current_device=lambda: 0, get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make_tensordesc_arg)
+    monkeypatch.setattr(launch.triton, "runtime", Compiled(driver=Compiled(active=active)))
+    base = torch.zeros(2, 3)
+    descriptor = Compiled(base=base, shape=[2, 3], strides=[3, 1], block_shape=[1, 1])
+    run, arguments = launch._again(compiled, 7, [descriptor, 0.5, base, None])
+    assert arguments[1:] == [2, 3, 3, 1, 0.5, base, None]
+    assert arguments[0].tensor is base
+    assert arguments[0].make(48) == (48, "meta")
+    step = plans._launch(plans.Launched(run, arguments, []), {base.data_ptr(): 4})
+    assert (step.pointers, [a[:2] for a in step.addressed]) == ([(6, 4)], [(0, 4)])
+    run(["map", 2, 3, 3, 1, 0.5, 64, None])
+    ((beneath, args),) = ran
+    assert beneath("it") == ("it",)
+    assert beneath is not Launcher.launch
+    assert args == (7, 1, 1, "stream", "function", "packed", None, None, None, "map", 2, 3, 3, 1, 0.5, 64, None)
