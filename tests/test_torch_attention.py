@@ -1411,7 +1411,7 @@ def test_without_triton(monkeypatch, caplog):
     """As in PyTorch for Windows."""
 
     class OnGpu(torch.Tensor):
-        device = types.SimpleNamespace(type="cuda")
+        device, is_cuda = types.SimpleNamespace(type="cuda"), True
         __torch_function__ = torch._C._disabled_torch_function_impl
 
     monkeypatch.setattr(operators, "TRITON", False)

@@ -2,8 +2,9 @@
 along which the bias is broadcast.
 
 A bias that is a matrix [1|B, 1|K|N, T, S] gets one program for each tile, which sums over the batch entries and heads that share
-it.  One that varies along one axis alone, or none, gets a sum [B, N, T] or [B, N, S], from which the rest is summed up outside.
-In either case one loop, in one order: the same bits on every run.
+it.  One that varies along the keys alone gets a sum [B, N, S], from which the rest is summed up outside.  In either case one
+loop, in one order: the same bits on every run.  One that does not vary along the keys needs none: a row of dS sums to the
+cotangent of ℓ.
 """
 
 import triton
@@ -39,25 +40,19 @@ def score_side(
     """`n_b` batch entries and `n_h` heads share a matrix; both are one for a sum along an axis."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     BY_ROW: tl.constexpr = has(FEATURES, "bias:rows")
-    BY_COLUMN: tl.constexpr = has(FEATURES, "bias:columns")
     LQ, LK = aligned(LQ, LK, FEATURES)
     n_m = tl.cdiv(LQ, BM)
     n_n = tl.cdiv(LK, BN)
     s_o = HQ * DV
     i_x = (tl.program_id(0)).to(tl.int64)
+    i_n = i_x % n_n
+    i_x = i_x // n_n
     i_m = 0
-    i_n = 0
-    n_tiles = n_b * n_h
-    if BY_COLUMN:
-        i_n = i_x % n_n
-        i_x = i_x // n_n
-        if not BY_ROW:
-            n_tiles = n_m
-    if BY_ROW or not BY_COLUMN:
+    n_tiles = n_m
+    if BY_ROW:
         i_m = i_x % n_m
         i_x = i_x // n_m
-        if not BY_COLUMN:
-            n_tiles = n_n
+        n_tiles = n_b * n_h
     i_h0 = i_x % (HQ // n_h) * n_h
     i_b0 = i_x // (HQ // n_h) * n_b
 
@@ -68,13 +63,11 @@ def score_side(
     for i in range(n_tiles):
         i_b = i_b0
         i_h = i_h0
-        if BY_ROW and BY_COLUMN:
+        if BY_ROW:
             i_b += i // n_h
             i_h += i % n_h
-        elif BY_COLUMN:
-            i_m = i
         else:
-            i_n = i
+            i_m = i
         q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
         k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
         v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
@@ -126,17 +119,26 @@ def score_side(
             b_tsum += b_tds
 
     if WANT:
-        store_sum(D_BIAS, b_sum, i_x, i_m * BM + o_r, i_n * BN + o_c, LQ, LK, BY_ROW, BY_COLUMN)
+        store_sum(D_BIAS, b_sum, i_x, i_m * BM + o_r, i_n * BN + o_c, LQ, LK, BY_ROW)
     if WANT_T:
-        store_sum(TD_BIAS, b_tsum, i_x, i_m * BM + o_r, i_n * BN + o_c, LQ, LK, BY_ROW, BY_COLUMN)
+        store_sum(TD_BIAS, b_tsum, i_x, i_m * BM + o_r, i_n * BN + o_c, LQ, LK, BY_ROW)
 
 
 @triton.jit
-def store_sum(X, b_sum, i_x, o_m, o_n, LQ, LK, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr):
-    if BY_ROW and BY_COLUMN:
+def store_sum(X, b_sum, i_x, o_m, o_n, LQ, LK, BY_ROW: tl.constexpr):
+    if BY_ROW:
         p_x = X + (i_x * LQ + o_m[:, None]) * LK + o_n[None, :]
         tl.store(p_x, b_sum.to(X.dtype.element_ty), mask=(o_m < LQ)[:, None] & (o_n < LK)[None, :])
-    elif BY_COLUMN:
-        tl.store(X + i_x * LK + o_n, tl.sum(b_sum, 0), mask=o_n < LK)
     else:
-        tl.store(X + i_x * LQ + o_m, tl.sum(b_sum, 1), mask=o_m < LQ)
+        tl.store(X + i_x * LK + o_n, tl.sum(b_sum, 0), mask=o_n < LK)
+
+
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
+def row_side(LSE, D_LSE, n, D_ROWS, BLOCK: tl.constexpr, HAS_D_LSE: tl.constexpr):
+    """What rows of dS sum to: the cotangent of ℓ, but nothing where a row sees nothing."""
+    x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_rows = tl.zeros([BLOCK], tl.float32)
+    if HAS_D_LSE:
+        b_seen = tl.load(LSE + x, mask=x < n, other=0.0) > -float("inf")
+        b_rows = tl.where(b_seen, tl.load(D_LSE + x, mask=x < n, other=0.0), 0.0)
+    tl.store(D_ROWS + x, b_rows, mask=x < n)

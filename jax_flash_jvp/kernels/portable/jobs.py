@@ -263,26 +263,29 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
         )  # fmt: skip
         key_gradients = [new if w else old for new, old, w in zip(got, key_gradients, wanted, strict=True)]
     if want[3] or want_tangent[3]:
-        d_bias, t_d_bias = _bias_gradients(call, inputs, tx, (want[3], want_tangent[3]), has)
+        d_bias, t_d_bias = _bias_gradients(
+            call, inputs, tx, (want[3], want_tangent[3]), has, log_sum_exp, (d_lse, t_d_lse)
+        )
     dk, dv, t_dk, t_dv = key_gradients
     return Operands(dq, dk, dv, d_bias), Operands(t_dq, t_dk, t_dv, t_d_bias)
 
 
-def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], has: dict[str, bool]):
+def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], has, log_sum_exp, of_lse):
     """The gradient of the bias and its tangent, as far as they are wanted."""
     bias = call.x.bias
     by_row, by_column = (f"bias:{axis}" in call.features.split() for axis in ("rows", "columns"))
+    if not by_column:
+        rows = [_row_sums(call, log_sum_exp, d) if w else None for d, w in zip(of_lse, want, strict=True)]
+        return tuple(None if a is None else call.launcher.summed(a, False, bias) for a in rows)
     t = call.tile("score_side" if not want[1] else "score_side_dual")
-    if by_row and by_column:
+    if by_row:
         shape, dtype = tuple(bias.shape), dtype_of(bias)
         shared = (call.batch // bias.shape[0], call.query_heads // bias.shape[1])
     else:
-        length = call.key_length if by_column else call.query_length
-        shape, dtype, shared = (call.batch, call.query_heads, length), "float32", (1, 1)
-    blocks = triton.cdiv(call.query_length, t.block_m) if by_row or not by_column else 1
-    blocks *= triton.cdiv(call.key_length, t.block_n) if by_column else 1
+        shape, dtype, shared = (call.batch, call.query_heads, call.key_length), "float32", (1, 1)
+    blocks = triton.cdiv(call.query_length, t.block_m) if by_row else 1
     got = call.launcher.launch(
-        bias_kernels.score_side, blocks * shape[0] * shape[1],
+        bias_kernels.score_side, blocks * triton.cdiv(call.key_length, t.block_n) * shape[0] * shape[1],
         (*inputs, call.bias, tx.bias, *call.selected(False), call.x.seed), (*call.scalars, *shared),
         [Output(shape, dtype) if w else PLACEHOLDER for w in want],
         dict(
@@ -290,9 +293,18 @@ def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], 
         ), t.num_warps, t.num_stages,
     )  # fmt: skip
     return tuple(
-        None if not w else a if shape == bias.shape else call.launcher.summed(a, by_column, bias)
+        None if not w else a if shape == bias.shape else call.launcher.summed(a, True, bias)
         for a, w in zip(got, want, strict=True)
     )
+
+
+def _row_sums(call: _Call, log_sum_exp, d_lse):
+    n = math.prod(call.statistic.shape)
+    (rows,) = call.launcher.launch(
+        bias_kernels.row_side, triton.cdiv(n, 1024), (log_sum_exp, d_lse), (n,), [call.statistic],
+        dict(BLOCK=1024, HAS_D_LSE=d_lse is not None), 4, 1,
+    )  # fmt: skip
+    return rows
 
 
 def _key_passes(call: _Call, wanted: tuple[bool, ...]) -> list[tuple[bool, ...]]:
