@@ -608,6 +608,9 @@ def consume_block(
                     if WANT_TA:
                         if USE_TC:
                             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
+                        if SUM_DS:
+                            if common + (tick >> 30):
+                                b_r += lane_sums(b_ds, dtype)
                         b_tds = packed(b_p * b_tdp, dtype)
                         tds = unpacked(b_tds, dtype, p_l)
                         if DEFERRED:
@@ -627,12 +630,12 @@ def consume_block(
                         b_tdc, p = settled(b_tdc, p)
                     if N_PW > 0:
                         b_tdc, pw = settled(b_tdc, pw)
-                    if SUM_DS or SUM_TDS:
-                        if common:
-                            if SUM_DS:
-                                b_r += lane_sums(b_ds, dtype)
-                            if SUM_TDS:
-                                b_tr += lane_sums(b_tds, dtype)
+                    if SUM_DS and not WANT_TA:
+                        if common + (tick >> 30):  # tested here, as the loop must not wait for it to be loaded
+                            b_r += lane_sums(b_ds, dtype)
+                    if SUM_TDS:
+                        if common + (tick >> 30):
+                            b_tr += lane_sums(b_tds, dtype)
                     if not ROW:
                         give_back(memory.s_empty, s_at)
                         s_at = advance(s_at, STAGES)

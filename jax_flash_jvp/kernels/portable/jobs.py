@@ -174,13 +174,13 @@ class _Call:
         heads = (self.batch, self.key_heads)
         mean = Output((*heads, self.head_dim), "float32")
         step = max(1, min(8, self.key_length // 32), self.key_length // 512)
-        rows = 16 if self.launcher.target == "interpret" else 32 if self.key_length <= 1024 else 128
+        warps = 1 if self.key_length <= 512 else 4  # one has nobody to wait for
         constants = {name: self.constants[name] for name in ("D", "s_k", "UNIT_K", "FEATURES")}
         means, t_means, common = self.launcher.launch(
             backward_kernels.key_means, self.batch * self.key_heads, (self.x.key, t_key, self.x.key_lengths),
             (self.key_heads, self.key_length, *self.scalars[7:9], step),
             (mean, Output((1,), "float32") if t_key is None else mean, Output(heads, "int32")),
-            dict(constants, BN=rows, HAS_TK=t_key is not None), 4, 1, registers=64 if rows == 32 else None,
+            dict(constants, BN=8 * warps, HAS_TK=t_key is not None), warps, 1,
         )  # fmt: skip
         return means, None if t_key is None else t_means, common
 
