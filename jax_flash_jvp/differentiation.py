@@ -237,3 +237,35 @@ def _(problem, x, tx):
         y = forward(Operands(*x), problem=problem)
         return y, tuple(map(jnp.zeros_like, y))
     return forward_dual(Operands(*x), tx, problem=problem)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def attend_scaled(problem: Problem, scale: Any, *x: Any) -> tuple[Any, Any]:
+    """As `attend`, of queries times a traced scale, which are rounded.  Of the gradient along the scale most terms cancel, and
+    what rounding leaves in dQ would not: so it is the product of the cotangents with the tangent along the scale, q̇ = q."""
+    return attend(problem, times(x[0], scale), *x[1:])
+
+
+@functools.partial(attend_scaled.defjvp, symbolic_zeros=True)
+def _tangent_of_attend_scaled(problem, arguments, tangents):
+    (scale, query, *x), (t_scale, *tx) = arguments, tangents
+    tx = Operands(*[None if is_zero(t) else t for t in tx[:DIFFERENTIABLE]])
+    x, along_scale = Operands(times(query, scale), *x), Operands(query, None, None)
+    if not all_none(tx):
+        tx = tx._replace(query=None if tx.query is None else times(tx.query, scale))
+        y, ty = forward_dual(x, tx, problem=problem)
+        unit = None if is_zero(t_scale) else tangent(x, y, along_scale, problem=problem)
+    elif is_zero(t_scale):
+        y, unit = forward(x, problem=problem), None
+        ty = tuple(map(jnp.zeros_like, y))
+    else:
+        y, unit = forward_dual(x, along_scale, problem=problem)
+        ty = tuple(map(jnp.zeros_like, y))
+    if unit is not None:
+        ty = tuple((t.astype(u.dtype) + times(u, t_scale)).astype(t.dtype) for t, u in zip(ty, unit, strict=True))
+    return y, ty
+
+
+def times(a: jax.Array, scale: jax.Array) -> jax.Array:
+    dtype = np.promote_types(a.dtype, jnp.float32)
+    return (a.astype(dtype) * jnp.asarray(scale).astype(dtype)).astype(a.dtype)

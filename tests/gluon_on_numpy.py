@@ -274,20 +274,15 @@ def elementwise(function):
 
 
 def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
-    """Of the texts that the kernels have: they multiply, put two numbers of 16 bits together and apart, sum up rows of 16 of
-    these, write and look for flags."""
+    """Of the texts that the kernels have: they multiply, put two numbers of 16 bits together and apart, write and look for
+    flags."""
     if "mul.f32" in text:
         return block(args[0] * args[1])
     if "cvt.rn" in text:
         low, high = (
             a.to(jnp.bfloat16 if "bf16x2" in text else np.float16).view(np.uint16).astype(np.uint32) for a in args
         )
-        return block(high << 16 | low)
-    if "mma.sync" in text:
-        dtype = jnp.bfloat16 if "bf16" in text else np.float16
-        halves = [half.astype(np.uint16).view(dtype).astype(np.float32) for half in (args[0] & 0xFFFF, args[0] >> 16)]
-        groups = (halves[0] + halves[1]).reshape(len(args[0]), -1, 8)
-        return block(np.repeat(groups.sum(-1), 8, axis=1))
+        return block((high << 16 | low).view(np.int32))
     if "mov.b32 {" in text:
         return block((args[0] >> (0 if "{$0" in text else 16)).astype(np.uint16).view(np.int16))
     flags, *numbers = args

@@ -181,9 +181,14 @@ def assert_as_exact_as_naive(
 
 
 def assert_as_exact_on_average(
-    compute: Callable, result_of: Callable, arrays: Sequence[Any], dtype: str, naive: Callable = attention
+    compute: Callable,
+    result_of: Callable,
+    arrays: Sequence[Any],
+    dtype: str,
+    naive: Callable = attention,
+    times: float = 1.5,
 ) -> None:
-    """Of each result, the root of the mean square of the error is at most 1.5 times that of the naive computation: for what
+    """Of each result, the root of the mean square of the error is at most `times` that of the naive computation: for what
     the rule above, with its floor of a few units in the last place of the largest element, would let pass."""
     rounded = jax.tree.map(lambda a: a.astype(dtype).astype(np.float64), arrays)
     got, rough = (evaluate(compute, function, rounded, dtype) for function in (result_of, naive))
@@ -191,7 +196,7 @@ def assert_as_exact_on_average(
     paths = jax.tree_util.tree_leaves_with_path(exact)
     for (path, e), g, n in zip(paths, *map(jax.tree.leaves, (got, rough)), strict=True):
         error, allowed = (np.square(np.asarray(a, np.float64) - e).mean() ** 0.5 for a in (g, n))
-        assert error <= 1.5 * allowed, f"result{jax.tree_util.keystr(path)}: error {error:.2g}, naive {allowed:.2g}"
+        assert error <= times * allowed, f"result{jax.tree_util.keystr(path)}: error {error:.2g}, naive {allowed:.2g}"
 
 
 def _finite(a: Any) -> np.ndarray:

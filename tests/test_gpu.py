@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import oracle
+import test_offsets
 from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.launch import JaxTriton
 
@@ -385,3 +386,16 @@ def test_heads_that_the_kernels_do_not_serve(caplog):
     assert (
         "do not serve heads of 264 channels in `query`, but of 1 to 256; the tiled reference computes it" in caplog.text
     )
+
+
+FAMILIES = ["portable", pytest.param("hopper", marks=hopper)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("feature", [{}, *test_offsets.FEATURES_OF_ANY_LENGTH.values()], ids=str)
+@pytest.mark.parametrize("offset", [(0, 0), (1, 2), (16, 0), (4, 2)], ids=str)
+def test_offsets_of_keys_and_values(family, head_dim, feature, offset):
+    """Half the length of Hopper's rings and more; up to three times naive attention's error where δ is what remains of it."""
+    times = 3.0 if offset[1] else 2.0
+    test_offsets.check(family, offset, head_dim**-0.5, times=times, shape=(700, head_dim), **feature)

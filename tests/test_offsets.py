@@ -1,0 +1,225 @@
+"""Data that trainers have and normal numbers are not: keys and values with a part in common (arXiv:2510.04212).
+
+The rows of dS sum to zero, so that nothing of what all keys share reaches dQ; but in 16 bits the rounding of o and of dS leaves
+sums of their own, and a large part in common multiplies them.  Naive attention, whose softmax sees to the sums, is not worse
+there than elsewhere, and errors may be twice its at the root of the mean square.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gluon_on_numpy
+import oracle
+from jax_flash_jvp import dot_product_attention
+from jax_flash_jvp.kernels import jobs
+from jax_flash_jvp.kernels.portable import backward
+from jax_flash_jvp.problem import Operands, Problem
+
+B, L, N, K, D = 2, 96, 2, 1, 32
+# of keys, of values; other data by name
+OFFSETS = {
+    "none": (0, 0), "keys-1": (1, 0), "keys-4": (4, 0), "keys-16": (16, 0), "values-4": (0, 4), "both": (1, 2),
+    "far": (16, 4), "one-channel": "one-channel", "uniform": "uniform",
+}  # fmt: skip
+IDS = np.arange(L) // 40
+FEATURES = {
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(30, 10)),
+    "mask": dict(mask=np.random.default_rng(5).random((1, 1, L, L)) < 0.7),
+    "segments": dict(query_segment_ids=np.stack([IDS] * B), key_value_segment_ids=np.stack([IDS] * B)),
+    "lengths": dict(query_seq_lengths=np.array([70, L]), key_value_seq_lengths=np.array([L, 55])),
+    "soft-cap": dict(logits_soft_cap=20.0),
+    "bias": dict(bias=np.random.default_rng(6).standard_normal((1, N, L, L))),
+    "log-sum-exp": dict(return_residual=True),
+}
+
+
+FEATURES_OF_ANY_LENGTH = {name: FEATURES[name] for name in ("causal", "window", "lengths", "log-sum-exp")}
+
+
+def draw(offset, length=L, channels=D):
+    rng = np.random.default_rng(1)
+    heads = dict(q=N, k=K, v=K, g=N, t_q=N, t_k=K, t_v=K)
+    x = {name: rng.standard_normal((B, length, h, channels)) for name, h in heads.items()}
+    if offset == "one-channel":
+        x["k"][..., 3] += 30
+    elif offset == "uniform":
+        x |= {name: rng.uniform(1, 2, x[name].shape) for name in "qkvg"}
+    else:
+        for name, size in zip(("k", "v", "t_k"), (*offset, offset[0]), strict=True):
+            x[name] += size * rng.standard_normal((1, 1, x[name].shape[2], channels))
+    return tuple(x.values())
+
+
+def derivatives(attention, q, k, v, g, t_q, t_k, t_v, scale, **features):
+    """The JVP, the gradients, and all six of the gradient of the JVP."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+
+    def inner(o):
+        o, residual = o if isinstance(o, tuple) else (o, None)
+        product = (o.astype(wide) * g.astype(wide)).sum()
+        return product if residual is None else product + jnp.sin(residual).sum()
+
+    attend = lambda *x: attention(*x, scale=scale, **features)
+    x, tx = (q, k, v), (t_q, t_k, t_v)
+    loss = lambda *x: inner(attend(*x))
+    along = lambda *both: inner(jax.jvp(attend, both[:3], both[3:])[1])
+    results = dict(tangent=jax.jvp(attend, x, tx)[1])
+    results |= zip(("dq", "dk", "dv"), jax.grad(loss, (0, 1, 2))(*x), strict=True)
+    names = ("dq of JVP", "dk of JVP", "dv of JVP", "dt_q", "dt_k", "dt_v")
+    return results | dict(zip(names, jax.grad(along, range(6))(*x, *tx), strict=True))
+
+
+def check(implementation, offset, scale=D**-0.5, dtype="bfloat16", times=2.0, shape=(L, D), **features):
+    compute = functools.partial(derivatives, scale=scale, **features)
+    attention = functools.partial(dot_product_attention, implementation=implementation)
+    oracle.assert_as_exact_on_average(compute, attention, draw(offset, *shape), dtype, times=times)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("scale", [0.1, D**-0.5, 0.3])
+@pytest.mark.parametrize("offset", OFFSETS.values(), ids=OFFSETS)
+def test_offsets(implementation, offset, scale):
+    check(implementation, offset, scale)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+def test_features(implementation, feature):
+    check(implementation, (4, 2), **feature)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_sharp_attention(implementation):
+    """Where few keys have the weight, the mean key is far from theirs, and δ as exact as o and P are: up to four times."""
+    check(implementation, (4, 2), scale=1.0, times=4.0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("offset", [(0, 0), (4, 2)], ids=["none", "both"])
+def test_gradient_along_the_scale(implementation, offset):
+    """Most terms of it cancel: of naive attention it errs by some 1e-3, of dQ, rounded, it would by 1e-1.  Powers of two, with
+    which queries are not rounded."""
+    q, k, v, g = draw(offset)[:4]
+
+    def compute(attention, q, k, v, g):
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        value = lambda s: (attention(q, k, v, scale=s).astype(wide) * g.astype(wide)).sum()
+        return jax.vmap(jax.grad(value))(0.5 ** jnp.arange(4, dtype=wide))
+
+    attention = functools.partial(dot_product_attention, implementation=implementation)
+    oracle.assert_as_exact_on_average(
+        compute, attention, (q, k, v, g), "bfloat16", times=2.0 if offset == (0, 0) else 4.0
+    )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_a_bias_that_keys_share_has_no_gradient(implementation):
+    q, k, v, g = (jnp.asarray(a, jnp.bfloat16) for a in draw((4, 2))[:4])
+    bias = jnp.zeros((1, N, L, 1), jnp.bfloat16)
+    loss = lambda b: (dot_product_attention(q, k, v, b, implementation=implementation) * g).astype(jnp.float32).sum()
+    assert not jax.grad(loss)(bias).any()
+    assert not jax.jvp(jax.grad(loss), (bias,), (bias + 1,))[1].any()
+
+
+MUTANTS = {
+    "excess-of-dS": ("b_dq = without_mean(b_dq, b_r, KEY_MEAN + mean, D)", "pass"),
+    "excess-of-its-tangent": ("b_tdq = without_mean(b_tdq, b_tr, KEY_MEAN + mean, D)", "pass"),
+    "mean-of-the-tangents": ("b_tdq = without_mean(b_tdq, b_r, T_KEY_MEAN + mean, D)", "pass"),
+    "sums-before-rounding": ("b_rounded = operand(b_dx, dtype, PRECISION).to(tl.float32)", "b_rounded = b_dx"),
+    "log-sum-exp-ignored": ("b_r -= tl.where(", "tl.where("),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), MUTANTS.values(), ids=MUTANTS)
+def test_broken_kernels_fail(old, new, broken_kernels):
+    broken_kernels(backward, old, new)
+    with pytest.raises(AssertionError, match="error"):
+        check("interpret", (16, 2), return_residual=True)
+        check("interpret", (16, 0))
+
+
+def test_delta_is_corrected(broken_kernels):
+    """Which leaves dK less than the half of naive attention's error, that of rounding dP."""
+    arrays = [np.asarray(a, jnp.bfloat16).astype(np.float64) for a in draw((4, 4))]
+    compute = functools.partial(derivatives, scale=0.1)
+    exact, naive = (oracle.evaluate(compute, oracle.attention, arrays, d)["dk"] for d in ("float64", "bfloat16"))
+    error = lambda got: np.square(np.float64(got) - np.asarray(exact)).mean() ** 0.5 / np.abs(exact).max()
+
+    def ours():
+        attention = functools.partial(dot_product_attention, implementation="interpret")  # another each time
+        return error(oracle.evaluate(compute, attention, arrays, "bfloat16")["dk"]) / error(naive)
+
+    corrected = ours()
+    broken_kernels(backward, "tl.store(DELTA_OUT + x, delta + b_r", "tl.store(DELTA_OUT + x, delta")
+    assert corrected < 0.7 < ours()
+
+
+def hopper(launcher, arrays, scale, dtype):
+    """As `derivatives`, but for the JVP, by the Hopper kernels on numpy."""
+    q, k, v, g, *tx = (np.asarray(jnp.asarray(a, dtype)) for a in arrays)
+    x, tx = Operands(q, k, v), Operands(*tx)
+    problem = Problem(scale=scale, implementation="hopper")
+    o, lse, *ty = jobs.forward(launcher, problem, x, tx)
+    every = (True, True, True, False)
+    got = jobs.backward(launcher, problem, x, (o, lse), (g, None), every)[:3]
+    along = (tx, tuple(ty), (None, None))
+    dtx, dx = jobs.backward_dual(launcher, problem, x, (o, lse), (g, None), along, every, every)
+    return dict(zip(HOPPER, (*got, *dx[:3], *dtx[:3]), strict=True))
+
+
+HOPPER = ("dq", "dk", "dv", "dq of JVP", "dk of JVP", "dv of JVP", "dt_q", "dt_k", "dt_v")
+
+
+def check_hopper(launcher, offset, dtype="bfloat16"):
+    """Heads of 64 channels; those of the second key head have an offset, those of the first have none."""
+    rng, common = np.random.default_rng(3), np.array([0, 1]).reshape(1, 1, 2, 1)
+    draws = [rng.standard_normal((1, 150, 2, 64)) for _ in range(7)]
+    for i, size in ((1, offset[0]), (2, offset[1]), (5, offset[0])):
+        draws[i] += size * common * rng.standard_normal((1, 1, 1, 64))
+    rounded = [a.astype(dtype).astype(np.float64) for a in draws]
+    compute = functools.partial(derivatives, scale=0.125)
+    exact, naive = (oracle.evaluate(compute, oracle.attention, rounded, d) for d in ("float64", dtype))
+    got = hopper(launcher, rounded, 0.125, dtype)
+    for name in HOPPER:
+        for head in range(2):
+            error, allowed = (
+                np.square(np.float64(a[name][:, :, head]) - np.asarray(exact[name])[:, :, head]).mean() ** 0.5
+                for a in (got, naive)
+            )
+            assert error <= 2 * allowed, f"{name}, head {head}: error {error:.2g}, naive {allowed:.2g}"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("offset", [(0, 0), (4, 0), (16, 4)], ids=str)
+def test_hopper(offset, dtype):
+    check_hopper(gluon_on_numpy.Launcher(), offset, dtype)
+
+
+@pytest.mark.parametrize("multiprocessors", [5, 3])
+def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):
+    """Row sums are handed over with the sums."""
+    from jax_flash_jvp.kernels.hopper import jobs as hopper_jobs
+
+    monkeypatch.setattr(hopper_jobs, "PART", dict.fromkeys(hopper_jobs.PART, -10000))
+    launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors)
+    check_hopper(launcher, (16, 4))
+    assert any("shared" in words for name, words, _ in launcher.launched if name == "backward")
+
+
+HOPPER_MUTANTS = {
+    "excess-of-dS": ("b_da = without_mean(b_da, excess, statistics.KEY_MEAN + mean, C, FIRST)", "pass"),
+    "excess-of-its-tangent": ("b_tda = without_mean(b_tda, excess, statistics.KEY_MEAN + mean, C, FIRST)", "pass"),
+    "mean-of-the-tangents": ("b_tda = without_mean(b_tda, excess, statistics.T_KEY_MEAN + mean, C, FIRST)", "pass"),
+    "of-another-head": ("statistics.COMMON + i_b * (HQ // GROUP) + block.i_stream", "statistics.COMMON"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), HOPPER_MUTANTS.values(), ids=HOPPER_MUTANTS)
+def test_broken_hopper_kernels_fail(old, new):
+    with pytest.raises(AssertionError, match="error"):
+        check_hopper(gluon_on_numpy.Launcher(old, new), (16, 4))
