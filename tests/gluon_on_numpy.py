@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash_jvp import interpret
+from jax_flash_jvp.kernels.features import Features
 from jax_flash_jvp.kernels.launcher import Rows, pointers
 
 PACKAGE = "jax_flash_jvp.kernels.hopper"
@@ -414,7 +415,7 @@ class Launcher:
         raise NotImplementedError
 
     def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        self.launched.add((kernel.fn.__name__, constants.get("FEATURES", ""), grid))
+        self.launched.add((kernel.fn.__name__, constants.get("FEATURES", Features()), grid))
         results = [np.full(o.shape, interpret.unwritten(o.dtype), jnp.dtype(o.dtype)) for o in outputs]
         if not kernel.fn.__module__.startswith(PACKAGE):
             arrays = [np.ascontiguousarray(a) for a in pointers(inputs)]
@@ -428,6 +429,6 @@ class Launcher:
         with np.errstate(all="ignore"):
             for place.program in range(grid):
                 function(*given, *numbers, *map(Pointer, results), **constants)
-        if "dynamic" in constants["FEATURES"]:
+        if constants["FEATURES"].dynamic:
             assert [a[0] for a in results if a.shape == (4,)] == [0], "a counter has not ended"
         return results

@@ -1,6 +1,7 @@
 """Every feature of attention, with derivatives of first and second order, on the interpreted kernels and on the tiled
 reference, against dense attention in float64."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -14,6 +15,7 @@ import triton.language as tl
 import oracle
 import support
 from jax_flash_jvp import dot_product_attention, interpret, launch
+from jax_flash_jvp.kernels.features import Axes, Features
 from jax_flash_jvp.kernels.portable import backward, bias, forward, scores, visibility
 from test_gpu import hopper
 
@@ -265,6 +267,9 @@ def test_edges(case):
     check(EDGES[case], "interpret", "float32")
 
 
+MASK_ALONE = Features(mask=Axes(present=True, rows=True, columns=True))
+
+
 def packed(mask, word):
     """Of as many in a row as four words hold that numbered 8 i + 2 w + e is bit 2 i + e of word w; zeros behind a row."""
     whole = np.pad(mask, ((0, 0),) * (mask.ndim - 1) + ((0, -mask.shape[-1] % (4 * word)),))
@@ -281,8 +286,7 @@ def test_masks_are_packed(T, S, word, by_key):
     got = np.full_like(expected, -1)
     tile = dict(BM=128, BN=16) if by_key else dict(BM=16, BN=128)
     programs = 3 * -(-T // tile["BM"]) * -(-S // tile["BN"])
-    words = "mask mask:rows mask:columns"
-    interpret.launch(visibility.pack, (programs,), mask, T, S, got, **tile, BY_KEY=by_key, FEATURES=words)
+    interpret.launch(visibility.pack, (programs,), mask, T, S, got, **tile, BY_KEY=by_key, FEATURES=MASK_ALONE)
     np.testing.assert_array_equal(got, expected)
 
 
@@ -323,28 +327,29 @@ def test_tiles_are_looked_at(kind, by_key):
         mask, q_segments, k_segments = seen.copy(), np.ones(T, np.int32), np.where(j < 16, 1, 2).astype(np.int32)
         mask[:16, :16] = False
         seen &= mask if kind == "mask" else q_segments[:, None] == k_segments
-        words = ["mask mask:rows mask:columns" if kind == "mask" else "segments"]
-        for limit, word, inside in (
+        limits = {}
+        for limit, name, inside in (
             (left, "left", j >= i - (left or 0)), (right, "right", j <= i + (right or 0)),
-            (queries, "lengths query_lengths", i < (queries or T)), (keys, "lengths key_lengths", j < (keys or S)),
+            (queries, "query_lengths", i < (queries or T)), (keys, "key_lengths", j < (keys or S)),
         ):  # fmt: skip
             if limit is not None:
-                words.append(word)
+                limits[name] = True
                 seen &= inside
+        features = dataclasses.replace(MASK_ALONE if kind == "mask" else Features(segments=True), **limits)
         n_m, n_n = -(-T // 16), -(-S // 16)
         said = np.full((n_n, n_m) if by_key else (n_m, n_n), -1, np.int32)
         interpret.launch(
             visibility.look_at_tiles, (n_m * n_n,), packed(mask.T if by_key else mask, 16),
             lengths(queries or T), lengths(keys or S), q_segments, k_segments,
             1, 1, T, S, left or 0, right or 0, 1, said,
-            BM=16, BN=16, BY_KEY=by_key, FEATURES=" ".join(words),
+            BM=16, BN=16, BY_KEY=by_key, FEATURES=features,
         )  # fmt: skip
-        alone = len(words) <= 2
+        alone = len(limits) <= 1
         for m, n in itertools.product(range(n_m), range(n_n)):
             tile = seen[16 * m : 16 * m + 16, 16 * n : 16 * n + 16]
             expected = 2 if tile.all() and tile.shape[1] == 16 else 1 if tile.any() else 0
             got = (said.T if by_key else said)[m, n]
-            assert got == expected if alone else (got == 2) == (expected == 2) and got >= expected, (words, T, S, m, n)
+            assert got == expected if alone else (got == 2) == (expected == 2) and got >= expected, (limits, T, S, m, n)
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])
@@ -363,7 +368,7 @@ def test_tiles_of_masks_are_looked_at(BN, word, by_key):
     sizes, tile = ((S, T), dict(BM=BN, BN=BM)) if by_key else ((T, S), dict(BM=BM, BN=BN))  # by key T is the keys
     interpret.launch(
         visibility.look_at_tiles, (n_m * n_n,), packed(mask, word), *[lengths(1)] * 4, 1, 1, *sizes, 0, 0, 1, said,
-        **tile, BY_KEY=by_key, FEATURES="mask mask:rows mask:columns",
+        **tile, BY_KEY=by_key, FEATURES=MASK_ALONE,
     )  # fmt: skip
     for m, n in itertools.product(range(n_m), range(n_n)):
         tile = mask[BM * m : BM * m + BM, BN * n : BN * n + BN]

@@ -94,7 +94,7 @@ JOBS = (
 ALONE = ("whole", "causal-ragged", "window-lengths", "mask", "segments")  # of which no blocks are shared
 
 
-WORDS = {
+SCHEDULES = {
     "persistent": {"persistent"}, "ahead": {"persistent"}, "ahead-ragged": {"persistent"},
     "shared": {"persistent", "shared"},
 }  # fmt: skip
@@ -102,16 +102,16 @@ WORDS = {
 STATIC = {("key_side_dual", 128), ("key_side_tangent", 128)}
 
 
-def expected_words(job, head_dim, kind):
-    """But for "ahead", where blocks differ."""
+def expected_schedule(job, head_dim, kind):
+    """Fields of FEATURES; but for `ahead`, where blocks differ."""
     long, kind = kind.startswith("long-"), kind.removeprefix("long-")
     if kind not in ("causal-ragged", "window-lengths", "mask", "segments"):
-        return WORDS.get(kind, set())
+        return SCHEDULES.get(kind, set())
     listed, forward = kind in ("mask", "segments"), job in ("forward", "forward_dual", "tangent")
     static = (job, head_dim) in STATIC or (long and (job, head_dim) == ("forward", 64))
     counted = forward or job in ("key_side", "query_side", "value_side") if listed else not static
     one_loop = not long and (kind == "causal-ragged" or (listed and forward))
-    return {*["one-loop"] * one_loop, *["persistent", "dynamic"] * counted}
+    return {*["one_loop"] * one_loop, *["persistent", "dynamic"] * counted}
 
 
 def slow(job, head_dim, kind):
@@ -144,10 +144,11 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     if job == "value_side_dual" and head_dim <= 64:
         pytest.skip("one launch serves both sums there")
     kernel, signature, constants, options = last_launch(job, head_dim, kind)
-    words = {*constants["FEATURES"].split()}
-    assert words & {"persistent", "shared", "dynamic", "one-loop"} == expected_words(job, head_dim, kind)
-    if kind in WORDS:
-        assert ("ahead" in words) == kind.startswith("ahead")
+    features = constants["FEATURES"]
+    schedule = {name for name in ("persistent", "shared", "dynamic", "one_loop") if getattr(features, name)}
+    assert schedule == expected_schedule(job, head_dim, kind)
+    if kind in SCHEDULES:
+        assert features.ahead == kind.startswith("ahead")
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert resources.warnings == ()
     assert unset_reads(resources.sass) == {}
@@ -158,7 +159,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     assert f"st.global.{vector}.b32" in resources.ptx  # results, sixteen bytes a thread, of rows of 32 bytes eight
     if kind in ("whole", "persistent", "ahead"):  # others clean tiles in shared memory
         # nor do results come from there, where row statistics do before the first product
-        made = "statistics" in constants["FEATURES"]
+        made = features.statistics
         assert "st.shared.v4" not in (resources.ptx.rpartition("wgmma.mma_async")[2] if made else resources.ptx)
 
 

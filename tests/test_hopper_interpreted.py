@@ -14,6 +14,7 @@ import gluon_on_numpy
 import oracle
 from jax_flash_jvp import reference
 from jax_flash_jvp.kernels import jobs
+from jax_flash_jvp.kernels.features import Features
 from jax_flash_jvp.kernels.hopper import jobs as hopper
 from jax_flash_jvp.problem import Operands, Problem
 
@@ -108,7 +109,7 @@ def test_long_loops(causal, late):
     """Those of 64 channels whose last product waits for the next tile there alone."""
     launcher = gluon_on_numpy.Launcher(late=late)
     check(problem(64, causal), *operands((1, 70, 300, 2, 1, 64)), launcher=launcher)
-    assert sum("deferred" in words for _, words, _ in launcher.launched) == 3  # a query side, and both key sides
+    assert sum(features.deferred for _, features, _ in launcher.launched) == 3  # a query side, and both key sides
 
 
 DEFERRED_MUTANTS = {
@@ -228,7 +229,7 @@ def test_blocks_that_programs_share(shape, multiprocessors, late):
     launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors, late=late)
     check(problem(shape[-1], False), *operands(shape), launcher=launcher)
     kernels = {
-        (name, "shared" in words) for name, words, _ in launcher.launched if name not in ("statistics", "key_means")
+        (name, features.shared) for name, features, _ in launcher.launched if name not in ("statistics", "key_means")
     }
     assert kernels == {("forward", True), ("backward", True)}
 
@@ -257,7 +258,7 @@ def test_shared_blocks_have_the_bits_of_others(monkeypatch):
         o, lse, t_o, mu = jobs.forward(launcher, problem(64, False), x, tx)
         along = tx, (t_o, mu), cotangents
         got = jobs.backward_dual(launcher, problem(64, False), x, (o, lse), cotangents, along, every, every)
-        return {"shared" in words for _, words, _ in launcher.launched}, jax.tree.leaves(((o, lse, t_o, mu), got))
+        return {features.shared for _, features, _ in launcher.launched}, jax.tree.leaves(((o, lse, t_o, mu), got))
 
     (some, shared), (none, alone) = run(-10000), run(10000)
     assert True in some
@@ -274,7 +275,7 @@ def test_programs_without_a_share_compute_whole_blocks(monkeypatch, broken):
     launcher = gluon_on_numpy.Launcher(*change if broken else (), multiprocessors=5)
     with pytest.raises((AssertionError, IndexError)) if broken else contextlib.nullcontext():
         check(problem(128, False), *operands((1, 768, 512, 1, 1, 128)), launcher=launcher)
-        assert {"forward", "backward"} <= {name for name, words, _ in launcher.launched if "shared" in words}
+        assert {"forward", "backward"} <= {name for name, features, _ in launcher.launched if features.shared}
 
 
 @pytest.mark.usefixtures("shared_always")
@@ -295,8 +296,9 @@ def test_programs_in_waves(monkeypatch, shared, change):
     launcher = gluon_on_numpy.Launcher(*change, multiprocessors=3)
     with pytest.raises(AssertionError) if change else contextlib.nullcontext():
         check(problem(72, False), *operands((2, 250, 140, 4, 4, 72)), launcher=launcher)
-        alone, both = " persistent" + " shared" * shared, " persistent ahead waves" + " shared" * shared
-        launched = {(name, words.partition(" statistics")[0], n) for name, words, n in launcher.launched}
+        alone = Features(persistent=True, shared=shared)
+        both = dataclasses.replace(alone, ahead=True, waves=True)
+        launched = {(name, dataclasses.replace(f, statistics=False), n) for name, f, n in launcher.launched}
         assert {(name, *launch) for name in ("forward", "backward") for launch in ((alone, 3), (both, 6))} <= launched
 
 
@@ -313,7 +315,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
     launcher = gluon_on_numpy.Launcher(multiprocessors=3)
     causal = dataclasses.replace(problem(shape[-1], True), lower_right=shape[1] > shape[2])
     check(causal, *operands(shape), launcher=launcher)
-    taking = {(name, "ahead" in words, n) for name, words, n in launcher.launched if "dynamic" in words}
+    taking = {(name, features.ahead, n) for name, features, n in launcher.launched if features.dynamic}
     assert taking == {(name, ahead > 0, 3) for name in ("forward", "backward")}
 
 
@@ -324,7 +326,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
         ("call.n + call.at_once - 1", "call.n + call.at_once"),
         ("index(at.slot).store(number)", "index(at.slot).store(number - 1)"),
         ("return block, first + i_head", "return block, i_head"),
-        ('if AFTER and has(FEATURES, "dynamic"):', "if False:"),
+        ("if AFTER and FEATURES.dynamic:", "if False:"),
     ],
     ids=["begins-too-late", "does-not-end", "wrongly-sent", "first-heads-again", "resident-rows-not-loaded"],
 )
@@ -491,8 +493,9 @@ def test_tiles_that_a_block_visits(side, padded, one_loop):
     kernel, by_query, ROWS = module("forward" if side == "forward" else "backward"), side != "keys", 128
     for (left, right), (LQ, LK), T in itertools.product(REACHES, [(300, 300), (200, 320), (384, 256)], (32, 64, 128)):
         ends = (LQ - 70, LK - 90) if padded else (LQ, LK)
-        words = [w for w, n in (("left", left), ("right", right)) if n is not None]
-        words += ["lengths query_lengths key_lengths"] * padded + ["one-loop"] * one_loop
+        features = Features(
+            left=left is not None, right=right is not None, query_lengths=padded, key_lengths=padded, one_loop=one_loop
+        )
         (resident, length), (streamed, stop) = (
             zip((LQ, LK), ends, strict=True) if by_query else zip((LK, LQ), ends[::-1], strict=True)
         )
@@ -501,7 +504,7 @@ def test_tiles_that_a_block_visits(side, padded, one_loop):
         call = module("work").Call(*map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0, n, *reciprocals)))
         nothing, *arrays = (pointer(np.array([end], np.int32)) for end in (0, *ends))
         selection = visibility.Selection(nothing, *arrays, nothing, nothing, nothing)
-        given = dict(D=64, GROUPS=2, HEIGHT=2, BN=T, T=T, ROW=by_query, MASKS=True, FEATURES=" ".join(words))
+        given = dict(D=64, GROUPS=2, HEIGHT=2, BN=T, T=T, ROW=by_query, MASKS=True, FEATURES=features)
         options = kernel.Options(**{name: given.get(name, False) for name in kernel.Options._fields})
         for b in range(n):
             block = kernel.own(number(b), call, selection, options)
@@ -532,7 +535,7 @@ def test_tiles_that_a_block_visits(side, padded, one_loop):
 
 LISTED_MUTANTS = {
     "another-tile": ("plain + t if MASKED else t", "t"),
-    "whole-tiles-left-out": ('plain = 0 if has(FEATURES, "one-loop") else', "plain ="),
+    "whole-tiles-left-out": ("plain = 0 if FEATURES.one_loop else", "plain ="),
     "mask-ignored": ("b_bits & (1 <<", "b_bits | (1 <<"),
     "word-of-another-thread": ("* 4 + o_w)", "* 4 + 3 - o_w)"),
     "bits-of-another-tile": (">> column % 128 // 4", ">> 0"),

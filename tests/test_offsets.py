@@ -212,7 +212,7 @@ def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):
     monkeypatch.setattr(hopper_jobs, "PART", dict.fromkeys(hopper_jobs.PART, -10000))
     launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors)
     check_hopper(launcher, (16, 4))
-    assert any("shared" in words for name, words, _ in launcher.launched if name == "backward")
+    assert any(features.shared for name, features, _ in launcher.launched if name == "backward")
 
 
 HOPPER_MUTANTS = {

@@ -11,7 +11,7 @@ and, with w = ṡ − μ,  ṡ = a ḃᵀ + ȧ bᵀ,  ḋs = p∘(c ėᵀ + ċ e
 
 ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side.  That takes the excess of the row
 sums of dS and ḋS off its results and, for the key side, off δ and δ̇ (README.md, "Rounding").  It may make the statistics too, ℓ
-in base 2, δ and δ̇ ("statistics"): then o and ȯ of its rows come through the ring, before anything is streamed.  Statistics of
+in base 2, δ and δ̇ (`statistics`): then o and ȯ of its rows come through the ring, before anything is streamed.  Statistics of
 streamed rows come through shared memory, by the producer.  A tile of b and of ḃ lie one below the other, so that
 one product has both a bᵀ and a ḃᵀ, with half the reading of a; c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with
 what is taken off or added.
@@ -90,7 +90,6 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     within,
 )
 from jax_flash_jvp.kernels.hopper.work import Call, aligned, divided, in_wave, item, items, own_block
-from jax_flash_jvp.kernels.portable.scores import has
 
 # constants: HEIGHT is that of a block in rows of a warpgroup; USE_… of c, w and the tangents follow from which there are and what
 # is wanted
@@ -180,14 +179,14 @@ def own(i, call, selection, options):
         first = 0
         stop = query_end
         # absent queries are rows of zeros
-        whole = query_end if has(FEATURES, "query_lengths") else query_end + T - 1
-        if has(FEATURES, "right"):
+        whole = query_end if FEATURES.query_lengths else query_end + T - 1
+        if FEATURES.right:
             start = a_row - right
             first = a_row + ROWS - 1 - right
-        if has(FEATURES, "left"):
+        if FEATURES.left:
             whole = gl.minimum(whole, a_row + left + 1)
             stop = gl.minimum(stop, a_row + ROWS + left)
-    if has(FEATURES, "query_lengths" if ROW else "key_lengths"):
+    if FEATURES.query_lengths if ROW else FEATURES.key_lengths:
         if a_row >= (query_end if ROW else key_end):
             stop = 0
     return Block(work, i_block, i_b, i_a, i_stream, group, query_end, key_end, Bounds(start, first, whole, stop))
@@ -204,7 +203,7 @@ def visits_of_head(i_g, block, call, selection, options):
     visits = visits_of(
         selection, block.i_b, i_h, call, block.i_block, n_blocks, n_tiles, block.bounds, T, options.MASKS, FEATURES
     )  # fmt: skip
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         visits = within(visits, block.work, i_g, block.group, not options.ROW)
     return visits
 
@@ -302,7 +301,7 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
     a_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
     # as in forward.py; o is of no use without d_o, which must not wait for slots that o takes
     ROOM: gl.constexpr = options.OUTPUTS <= (SLOTS - 2) * options.PER_SLOT
-    AFTER: gl.constexpr = has(FEATURES, "persistent") and options.BUFFERS == 1 and ROOM
+    AFTER: gl.constexpr = FEATURES.persistent and options.BUFFERS == 1 and ROOM
     if options.OUTPUTS > 0:
         at = load_outputs(arrays, i_b, i_a, a_row, memory, at, options)
     if not AFTER:
@@ -327,7 +326,7 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
                         if first == 1:
                             load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
                         first = 0
-    if AFTER and has(FEATURES, "dynamic"):
+    if AFTER and FEATURES.dynamic:
         if first == 1:
             load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     return at, s_at
@@ -339,14 +338,14 @@ def produce(arrays, statistics, COUNTER, memory, call, selection, options):
     at = Cursor(0, 1)
     s_at = Cursor(0, 1)
     a_at = Cursor(0, 1)
-    if has(FEATURES, "dynamic"):
+    if FEATURES.dynamic:
         i = begun(COUNTER, call)
         i_at = Cursor(0, 1)
         while i < call.n:
             at, s_at = produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options)
             a_at = advance(a_at, options.BUFFERS)
             i, i_at = taken(COUNTER, memory.queue, i_at, call)
-    elif has(FEATURES, "persistent"):
+    elif FEATURES.persistent:
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
             at, s_at = produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options)
@@ -417,8 +416,8 @@ def consume_block(
     s_l: gl.constexpr = product_layout(T)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     x_l: gl.constexpr = gl.SliceLayout(1 if ROW else 0, s_l)
-    PADDED_A: gl.constexpr = has(FEATURES, "query_lengths" if ROW else "key_lengths")
-    PADDED_B: gl.constexpr = has(FEATURES, "key_lengths" if ROW else "query_lengths")
+    PADDED_A: gl.constexpr = FEATURES.query_lengths if ROW else FEATURES.key_lengths
+    PADDED_B: gl.constexpr = FEATURES.key_lengths if ROW else FEATURES.query_lengths
     SPLIT: gl.constexpr = options.HEIGHT < GROUPS
     OWN: gl.constexpr = width(C, i_w) if SPLIT else C  # columns of the sums
     FIRST: gl.constexpr = i_w if SPLIT else 0  # part of these
@@ -429,9 +428,9 @@ def consume_block(
     N_DS: gl.constexpr = parts(OWN) * ((1 if WANT_A else 0) + (1 if WANT_TA and USE_TB else 0))
     N_PW: gl.constexpr = parts(OWN) if WANT_TC and USE_W else 0
     # a tile's last product, of ḋS or else of dS with b, is issued with the next tile's scores: nobody waits for it alone
-    DEFERRED: gl.constexpr = has(FEATURES, "deferred") and (WANT_TA or (WANT_A and not WANT_TC))
+    DEFERRED: gl.constexpr = FEATURES.deferred and (WANT_TA or (WANT_A and not WANT_TC))
     gl.static_assert(not DEFERRED or SLOTS >= 4, "a tile is kept until e of the next is there")
-    LATE: gl.constexpr = has(FEATURES, "late") and USE_C  # dP is issued behind the softmax, which has its registers
+    LATE: gl.constexpr = FEATURES.late and USE_C  # dP is issued behind the softmax, which has its registers
     gl.static_assert(not LATE or not WANT_TA, "of gradients alone")
     # row sums of dS and of ḋS, where these are multiplied with keys or their tangents, if keys have a part in common
     SUM_DS: gl.constexpr = ROW and N_DS > 0
@@ -451,7 +450,7 @@ def consume_block(
     common = 0
     if ROW:
         common = gl.load(statistics.COMMON + i_b * (HQ // GROUP) + block.i_stream)
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         some, rows = resumed(
             results.PARTS, block.work, i_w, GROUPS, wanted(b_da, b_dc, b_tda, b_tdc, options),
             summed_rows(b_r, b_tr, SUM_DS, SUM_TDS, x_l), WIDEST,
@@ -657,17 +656,17 @@ def consume_block(
     mbarrier.arrive(memory.a_empty.index(own_rows), count=1)
 
     # worked out again, where the loop has no registers for it
-    again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
+    again = i if C <= 64 and not FEATURES.shared else i + (tick >> 30)
     block = own(again, call, selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_start = (block.i_block * options.HEIGHT + i_w % options.HEIGHT) * GROUP_ROWS
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
     gradients = wanted(b_da, b_dc, b_tda, b_tdc, options)
     rows = summed_rows(b_r, b_tr, SUM_DS, SUM_TDS, x_l)
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         gradients, rows = with_others(results.PARTS, block.work, i_w, GROUPS, gradients, rows, WIDEST, True)
     if block.work.handed_over:
-        if has(FEATURES, "shared"):
+        if FEATURES.shared:
             hand_over(results.PARTS, in_wave(call, FEATURES), i_w, GROUPS, gradients, rows, WIDEST)
     else:
         if ROW:
@@ -710,7 +709,7 @@ def consume(i_w: gl.constexpr, memory, statistics, results, scale, call, selecti
     s_at = Cursor(0, 0)
     tick = 0
     a_at = Cursor(0, 0)
-    if has(FEATURES, "dynamic"):
+    if FEATURES.dynamic:
         i = gl.program_id(0)
         i_at = Cursor(0, 0)
         while i < call.n:
@@ -719,7 +718,7 @@ def consume(i_w: gl.constexpr, memory, statistics, results, scale, call, selecti
             )  # fmt: skip
             a_at = advance(a_at, options.BUFFERS)
             i, i_at = received(memory.queue, i_at)
-    elif has(FEATURES, "persistent"):
+    elif FEATURES.persistent:
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
             at, s_at, tick = consume_block(
@@ -758,7 +757,7 @@ def program(arrays, statistics, results, scale, call, selection, options):
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    numbers = queue(GROUPS) if has(options.FEATURES, "dynamic") else full
+    numbers = queue(GROUPS) if options.FEATURES.dynamic else full
     memory = Memory(a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn, numbers)
     if GROUPS == 2:
         gl.warp_specialize([
@@ -796,7 +795,7 @@ def backward(
     USE_TC: gl.constexpr = HAS_TC and WANT_TA
     USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
     # 64 rows of o and of ȯ, so many times for a block, so many in a slot
-    OUTPUTS: gl.constexpr = HEIGHT * (2 if WANT_TA else 1) if has(FEATURES, "statistics") else 0
+    OUTPUTS: gl.constexpr = HEIGHT * (2 if WANT_TA else 1) if FEATURES.statistics else 0
     PER_SLOT: gl.constexpr = T * (2 if USE_TB or USE_TE else 1) // GROUP_ROWS
     PAIRS: gl.constexpr = SLOTS // (2 if USE_TB or USE_TE else 1)
     RESIDENT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)

@@ -5,7 +5,7 @@ than 128 columns of both o and ȯ, 64 in all, of whose sums each warpgroup has a
 products of Ṡ and of P V̇ run while the softmax and P∘Ṡ are computed; without, the next tile's scores are issued before this
 tile's P V (FlashAttention-3's order, arXiv:2407.08608).  With TURNS the warpgroups issue their products in turn, each P V and
 the next tile's scores (without a tangent, these first, or with 128 channels alone), so that one computes while the others
-multiply.  Tiles that every query sees whole come first, then those that need a mask; in short loops all have one ("one-loop").
+multiply.  Tiles that every query sees whole come first, then those that need a mask; in short loops all have one (`one_loop`).
 """
 
 from collections import namedtuple
@@ -79,7 +79,6 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     within,
 )
 from jax_flash_jvp.kernels.hopper.work import Call, aligned, divided, in_wave, item, items, own_block
-from jax_flash_jvp.kernels.portable.scores import has
 
 # constants; HEIGHT is that of a block in rows of a warpgroup
 Options = namedtuple("Options", "C BN SLOTS GROUPS HEIGHT BUFFERS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")
@@ -116,13 +115,13 @@ def own(i, call, selection, options):
     q_row = i_m * ROWS
     query_end, key_end = lengths(i_b, call, selection, FEATURES)
     start, first, whole, stop = key_bounds(q_row, ROWS, key_end, call, FEATURES)
-    if has(FEATURES, "query_lengths"):
+    if FEATURES.query_lengths:
         if q_row >= query_end:
             stop = 0
     bounds = Bounds(start, first, whole, stop)
     n_m, n_tiles = gl.cdiv(call.LQ, ROWS), tiles_in_all(call, options)
     visits = visits_of(selection, i_b, i_h, call, i_m, n_m, n_tiles, bounds, BN, options.MASKS, FEATURES)
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         visits = within(visits, work, 0, 1, False)
     sight = selected(selection, i_b, i_h, call, query_end, key_end, True, FEATURES)
     return Block(work, i_b, i_h, q_row, sight, visits)
@@ -149,7 +148,7 @@ def produce_block(i, at, q_at, arrays, memory, call, selection, options):
     _, i_b, i_h, q_row, _, visits = own(i, call, selection, options)
     i_k = i_h // call.GROUP
     # one block after the other: behind the first tiles, where there is room for these alone while queries are still needed
-    AFTER: gl.constexpr = has(FEATURES, "persistent") and options.BUFFERS == 1
+    AFTER: gl.constexpr = FEATURES.persistent and options.BUFFERS == 1
     if not AFTER:
         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
     first = 1
@@ -164,7 +163,7 @@ def produce_block(i, at, q_at, arrays, memory, call, selection, options):
                     if first == 1:
                         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
                     first = 0
-    if AFTER and has(FEATURES, "dynamic"):
+    if AFTER and FEATURES.dynamic:
         if first == 1:
             load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
     return at
@@ -175,14 +174,14 @@ def produce(arrays, COUNTER, memory, call, selection, options):
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 1)
     q_at = Cursor(0, 1)
-    if has(FEATURES, "dynamic"):
+    if FEATURES.dynamic:
         i = begun(COUNTER, call)
         i_at = Cursor(0, 1)
         while i < call.n:
             at = produce_block(i, at, q_at, arrays, memory, call, selection, options)
             q_at = advance(q_at, options.BUFFERS)
             i, i_at = taken(COUNTER, memory.queue, i_at, call)
-    elif has(FEATURES, "persistent"):
+    elif FEATURES.persistent:
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
             at = produce_block(i, at, q_at, arrays, memory, call, selection, options)
@@ -287,7 +286,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     b_c = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(OWN)
     b_to = sums(OWN)
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         both, rows = resumed(results.PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
         b_o, b_to = both
         b_l, b_m, b_c = rows
@@ -325,10 +324,10 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
                 per_l = 1.0 / gl.where(b_l == 0.0, 1.0, b_l)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
-                    if MASKED and has(FEATURES, "key_lengths"):
+                    if MASKED and FEATURES.key_lengths:
                         b_ts = until(b_ts, sight.key_end - j * BN, BN, s_l)
                 give_back(empty, k_at)
-                if has(FEATURES, "persistent"):
+                if FEATURES.persistent:
                     mbarrier.arrive(memory.q_empty.index(own_queries), count=1, pred=tick == last_tick)
                 # as `recentered` in `portable/scores.py`, by differences alone: 16 bits show no more; what is added, as the
                 # compiler would negate all of o to subtract
@@ -337,14 +336,14 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
                     b_c -= back
                     b_to = increased(b_to, back, b_o)
                 wait(full, v_at)
-                if MASKED and has(FEATURES, "key_lengths"):
+                if MASKED and FEATURES.key_lengths:
                     clean(v, j * BN, sight.key_end)
                 if TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
                 if HAS_O:
                     b_o = accumulated(p, v, b_o)
                 if HAS_TV:
-                    if MASKED and has(FEATURES, "key_lengths"):
+                    if MASKED and FEATURES.key_lengths:
                         clean(tv, j * BN, sight.key_end)
                     b_to = accumulated(p, tv, b_to)
                 if HAS_TS:  # behind the products just issued
@@ -362,19 +361,19 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
 
     if TURNS:
         mbarrier.arrive(next_turn, count=1, pred=tick > first_tick)
-    if has(FEATURES, "dynamic"):
+    if FEATURES.dynamic:
         mbarrier.arrive(memory.q_empty.index(own_queries), count=1, pred=tick == first_tick)
     # worked out again, where the loop has no registers for it
-    again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
+    again = i if C <= 64 and not FEATURES.shared else i + (tick >> 30)
     i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
     O, LSE, TO, MU, PARTS = results
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         both, rows = with_others(PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST, False)
         b_o, b_to = both
         b_l, b_m, b_c = rows
     if work.handed_over:
-        if has(FEATURES, "shared"):
+        if FEATURES.shared:
             hand_over(PARTS, in_wave(call, FEATURES), w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
     else:
         if LINEAR:
@@ -385,10 +384,10 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
             b_o = scaled(b_o, 1.0 / b_l)
             b_to = scaled(b_to, 1.0 / b_l)
             b_lse = (b_m + gl.log2(b_l)) * LN2
-            if has(FEATURES, "empty"):
+            if FEATURES.empty_rows:
                 b_o = zeroed(b_o, nothing)
                 b_lse = gl.where(nothing, -float("inf"), b_lse)
-        if has(FEATURES, "empty"):
+        if FEATURES.empty_rows:
             b_to = zeroed(b_to, nothing)
             b_c = gl.where(nothing, 0.0, b_c)
         if not LINEAR:
@@ -419,7 +418,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         one, rows = resumed(results.PARTS, work, w, GROUPS, (b_o,), (b_l, b_m), C)
         b_o = one[0]
         b_l, b_m = rows
@@ -458,7 +457,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
                 wait(full, v_at)
                 v = matrix(ring, v_at.slot)
-                if MASKED and has(FEATURES, "key_lengths"):
+                if MASKED and FEATURES.key_lengths:
                     clean(v, v_row, sight.key_end)
                 p = unpacked(pairs, memory.q[0].dtype, p_l)
                 b_o = accumulated(p, v, b_o)
@@ -477,7 +476,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
                 tick += 1
             wait(full, v_at)
             v = matrix(ring, v_at.slot)
-            if MASKED and has(FEATURES, "key_lengths"):
+            if MASKED and FEATURES.key_lengths:
                 clean(v, j * BN, sight.key_end)
             p = unpacked(pairs, memory.q[0].dtype, p_l)
             b_o = accumulated(p, v, b_o)
@@ -486,23 +485,23 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
             k_at = advance(v_at, SLOTS)
     mbarrier.arrive(memory.q_empty.index(own_queries), count=1)
     # worked out again, where the loop has no registers for it
-    again = i if C <= 64 and not has(FEATURES, "shared") else i + (tick >> 30)
+    again = i if C <= 64 and not FEATURES.shared else i + (tick >> 30)
     i_b, i_h, i_m, work = queries_of(again, call, options)
     row = (i_m * options.HEIGHT + w) * GROUP_ROWS
     O, LSE, _, _, PARTS = results
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         one, rows = with_others(PARTS, work, w, GROUPS, (b_o,), (b_l, b_m), C, False)
         b_o = one[0]
         b_l, b_m = rows
     if work.handed_over:
-        if has(FEATURES, "shared"):
+        if FEATURES.shared:
             hand_over(PARTS, in_wave(call, FEATURES), w, GROUPS, (b_o,), (b_l, b_m), C)
     else:
         b_lse = (b_m + gl.log2(b_l)) * LN2
-        if has(FEATURES, "empty"):
+        if FEATURES.empty_rows:
             b_l = gl.where(b_l == 0.0, 1.0, b_l)
         b_o = scaled(b_o, 1.0 / b_l)
-        if has(FEATURES, "empty"):
+        if FEATURES.empty_rows:
             nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight.query_end)
             b_lse = gl.where(nothing, -float("inf"), b_lse)
             b_o = zeroed(b_o, nothing)
@@ -530,14 +529,14 @@ def consume(w: gl.constexpr, memory, SAVED, results, scale, call, selection, opt
     at = Cursor(0, 0)
     tick = 0
     q_at = Cursor(0, 0)
-    if has(FEATURES, "dynamic"):
+    if FEATURES.dynamic:
         i = gl.program_id(0)
         i_at = Cursor(0, 0)
         while i < call.n:
             at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, call, selection, options)
             q_at = advance(q_at, options.BUFFERS)
             i, i_at = received(memory.queue, i_at)
-    elif has(FEATURES, "persistent"):
+    elif FEATURES.persistent:
         first, end = items(call, tiles_in_all(call, options), FEATURES)
         for i in range(first, end, call.at_once):
             at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, call, selection, options)
@@ -564,7 +563,7 @@ def program(arrays, SAVED, results, scale, call, selection, options):
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    numbers = queue(GROUPS) if has(options.FEATURES, "dynamic") else full
+    numbers = queue(GROUPS) if options.FEATURES.dynamic else full
     memory = Memory(q_s, tq_s, ring, q_full, q_empty, full, empty, turn, numbers)
     if GROUPS == 2:
         gl.warp_specialize([

@@ -1,7 +1,10 @@
 """The jobs of attention as launches of the Hopper kernels: the same functions as in `portable/jobs.py`, for what they serve."""
 
+import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import triton
@@ -39,8 +42,6 @@ DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more than it costs: as long as it
 # takes to stream so many rows, for each part of a block but one.
 PART = {"forward": 256, "backward": 160}
-UNLIKE = {"left", "right", "lengths", "tiles"}  # words of what makes blocks differ
-STATISTICS = " statistics"  # the word for a query side that makes those of its rows
 
 
 class Ring(NamedTuple):
@@ -192,13 +193,12 @@ class _Call:
         self.key_length, self.key_heads = x.key.shape[1:3]
         self.width = _width(self.head_dim)
         self.portable = portable._Call(launcher, problem, x, word=32)
-        self.features = self.portable.features
-        self.words = {*self.features.split()}
-        self.alike = not UNLIKE & self.words  # all blocks
+        f = self.portable.features
+        self.alike = not (f.left or f.right or f.lengths or f.tiles.present)  # all blocks
         # are blocks taken from a counter?
-        self.counted = not self.alike and (lists_counted or "tiles" not in self.words)
-        if self.portable.reach[1] < 0 or (UNLIKE - {"right"}) & self.words:  # rows may see nothing
-            self.features += " empty"
+        self.counted = not self.alike and (lists_counted or not f.tiles.present)
+        sees_nothing = self.portable.reach[1] < 0 or f.left or f.lengths or f.tiles.present
+        self.features = dataclasses.replace(f, empty_rows=sees_nothing)
         self.scalars = (*self.portable.sizes, *self.portable.reach)
         self.statistic, self.output = self.portable.statistic, self.portable.output
         self.key_gradient = self.portable.key_gradient
@@ -240,7 +240,7 @@ class _Call:
         """For this call: loops may be short or long, blocks of which there are lists have a power of two of rows, and two
         warpgroups may leave fewer multiprocessors without a block than three."""
         seen = self.seen(by_key)
-        if not self.alike and self.x.mask is None and (seen <= SHORT or "tiles" in self.words):
+        if not self.alike and self.x.mask is None and (seen <= SHORT or self.features.tiles.present):
             ring = IN_SHORT_LOOPS.get(ring, ring)
         elif self.tiles(ring, by_key) * ring.tile > LONG:
             ring = IN_LONG_LOOPS.get(ring, ring)
@@ -248,7 +248,12 @@ class _Call:
             pair = WITH_TWO.get(ring, ring._replace(groups=2))
             two, three = (self.rounds(r, by_key)[0] * r.groups for r in (pair, ring))
             few = self.is_forward and seen <= PAIR_UP_TO[self.alike]
-            if few or "tiles" in self.words or (ring in WITH_TWO and not self.alike) or two * PAIR_FOR_THREE < three:
+            if (
+                few
+                or self.features.tiles.present
+                or (ring in WITH_TWO and not self.alike)
+                or two * PAIR_FOR_THREE < three
+            ):
                 return pair
         return ring
 
@@ -261,7 +266,7 @@ class _Call:
     def one_loop(self, by_key: bool) -> bool:
         """Do the tiles that need no mask go with the others?  Not where lengths cut tiles, which are cleaned, nor, in the
         backward, where masks or segments are read."""
-        if self.alike or "lengths" in self.words or ("tiles" in self.words and not self.is_forward):
+        if self.alike or self.features.lengths or (self.features.tiles.present and not self.is_forward):
             return False
         return self.seen(by_key) <= ONE_LOOP
 
@@ -269,24 +274,24 @@ class _Call:
         """Do programs that read the same rows, so many for a block, drift apart?"""
         return self.head_dim % SECTOR > 0 and length < DRIFT_BELOW
 
-    def schedule(self, ring: Ring, by_key: bool, written: int) -> tuple[int, int, int, int, str]:
-        """(programs, those of them at once, blocks that one of them each computes, tiles of the others for each, words for the
+    def schedule(self, ring: Ring, by_key: bool, written: int) -> tuple[int, int, int, int, dict[str, Any]]:
+        """(programs, those of them at once, blocks that one of them each computes, tiles of the others for each, features of the
         kernel).  Blocks are alike where nothing but the ragged end is masked."""
         blocks = self.blocks(ring.height, by_key)
         at_once = self.launcher.multiprocessors or blocks
         length = self.tiles(ring, by_key) * ring.tile
         waves = max(1, blocks // at_once // ROUNDS) if self.drifts(length) and written > 1 else 1
         ahead = length <= AHEAD and (written > 1 or not self.drifts(length))
-        words = " persistent ahead" if ahead else " persistent"
+        order: dict[str, Any] = dict(persistent=True, ahead=ahead)
         if self.counted and blocks > at_once and ring not in STATIC:
-            return at_once, at_once, blocks, 0, words + " dynamic"
-        words += " waves" * (waves > 1)
+            return at_once, at_once, blocks, 0, order | dict(dynamic=True)
+        order["waves"] = waves > 1
         share = self.rounds(ring, by_key)[1]
         if share:
-            return waves * at_once, at_once, blocks // at_once * at_once, share, words + " shared"
+            return waves * at_once, at_once, blocks // at_once * at_once, share, order | dict(shared=True)
         if self.alike and blocks > at_once and length <= PERSISTENT[self.kernel.__name__]:
-            return waves * at_once, at_once, blocks, 0, words
-        return blocks, blocks, blocks, 0, ""
+            return waves * at_once, at_once, blocks, 0, order
+        return blocks, blocks, blocks, 0, {}
 
     def run(
         self,
@@ -297,7 +302,7 @@ class _Call:
         outputs,
         parts: tuple[int, int],
         more=(),
-        words: str = "",
+        more_features: Mapping[str, Any] = MappingProxyType({}),
         **constants,
     ):
         """`outputs` that are None are not written: a placeholder stands for them.  Parts of a block are so many sums and
@@ -310,10 +315,12 @@ class _Call:
         divisors = (blocks // (self.batch * heads), heads, n_tiles, share or 1, TOGETHER.value, rest)
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         tiles, between = None, None
-        words += " deferred" * ring.deferred + " late" * ring.late + " one-loop" * self.one_loop(by_key)
-        if "tiles" in self.words:
+        features = dataclasses.replace(
+            self.features, deferred=ring.deferred, late=ring.late, one_loop=self.one_loop(by_key), **order, **more_features
+        )  # fmt: skip
+        if features.tiles.present:
             tiles = self.portable.tiles(Tile(block_m, block_n, WARPS, 1), by_key)
-        if "dynamic" in order:  # the counter
+        if features.dynamic:  # the counter
             between = Output((4,), "float32")
         if whole < blocks:  # what programs hand over
             columns = column_widths(self.head_dim)[0] if ring.split else self.head_dim
@@ -324,7 +331,7 @@ class _Call:
             (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once, *map(reciprocal, divisors)),
             [PLACEHOLDER if o is None else o for o in (*outputs, between, *more)],
             dict(
-                C=self.head_dim, FEATURES=self.features + order + words, SLOTS=ring.slots, GROUPS=ring.groups,
+                C=self.head_dim, FEATURES=features, SLOTS=ring.slots, GROUPS=ring.groups,
                 HEIGHT=ring.height, TURNS=ring.turns,
                 RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
             ), WARPS, 1, registers=REGISTERS[ring.groups],
@@ -369,13 +376,12 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     query = ((x.query, tx.query), (d_o, t_d_o))
     key = ((x.key, tx.key), (x.value, tx.value))
 
-    def side(ring: Ring, row: bool, wants, statistics, words: str = "") -> tuple:
+    def side(ring: Ring, row: bool, wants, statistics, makes: bool = False, last_first: bool = False) -> tuple:
         """Its results, and of the query side's rows the statistics: of ℓ in base 2, where it makes those, δ and δ̇."""
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
         arrays = ((a, GROUP), (c, GROUP), (b, ring.tile), (e, ring.tile))
         tangents = ((ta, GROUP), (tc, GROUP), (tb, ring.tile), (te, ring.tile))
-        makes = words == STATISTICS
         outputs = [(a if makes else None, GROUP) for a in (o, t_o)]
         made = [call.statistic if there else None for there in (makes, row, row and wants[2])]
         rows_summed = (wants[0] or (wants[2] and tb is not None)) + wants[2] if row else 0
@@ -383,7 +389,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(
             ring, not row, call.rows(*arrays, *tangents, *outputs), statistics,
-            [like if w else None for w in wants], (sum(wants), rows_summed), made, words,
+            [like if w else None for w in wants], (sum(wants), rows_summed), made, dict(statistics=makes, last_first=last_first),
             T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
             HAS_D_LSE=row and d_lse is not None, HAS_TD_LSE=row and t_d_lse is not None, **wanted,
@@ -398,23 +404,24 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         makes = want_tangent[0] and pairs and length <= STATISTICS_DUAL and not call.drifts(length)
     else:
         makes = want[0] and ring.tile >= GROUP  # rows of o in a slot
-    words, saved, t_delta = STATISTICS, (log_sum_exp, mu, None, None), None
+    saved, t_delta = (log_sum_exp, mu, None, None), None
     if not makes:
         lse2, delta, t_delta = portable._statistics(
             call.portable, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual
         )
-        words, saved = "", (lse2, mu, delta, t_delta)
+        saved = (lse2, mu, delta, t_delta)
     if any(wants):
         means = call.portable.key_means(tx.key if want_tangent[0] else None)
-        dq, _, t_dq, _, *made = side(ring, True, wants, (*saved, d_lse, t_d_lse, *means), words)
+        dq, _, t_dq, _, *made = side(ring, True, wants, (*saved, d_lse, t_d_lse, *means), makes)
         delta = made[1]
         lse2, t_delta = made[0] if makes else lse2, made[2] if want_tangent[0] else t_delta
     wants = (want[1], want[2], want_tangent[1], want_tangent[2])
     kind = _kind(any(wants[:2]), any(wants[2:]))
 
     def key_side(ring: Ring, wants) -> tuple:
-        order = " last-first" if call.alike and not dual else ""  # from rows on that the query side has just read
-        return side(call.ring(ring, True), False, wants, (lse2, mu, delta, t_delta, *[None] * 5), order)[:4]
+        last_first = call.alike and not dual  # from rows on that the query side has just read
+        saved = (lse2, mu, delta, t_delta, *[None] * 5)
+        return side(call.ring(ring, True), False, wants, saved, last_first=last_first)[:4]
 
     if any(wants) and (d, kind) in KEY_SIDE:
         dk, dv, t_dk, t_dv = key_side(KEY_SIDE[d, kind], wants)

@@ -37,9 +37,9 @@ SHARED_MEMORY = 224 * 1024  # bytes that tiles may fill, beside barriers and sta
 @triton.constexpr_function
 def resident_buffers(resident, streamed, channels, features):
     """For how many blocks a program holds so many resident rows, of 16 bits, beside those of its ring: for two, where it is to
-    load "ahead" and there is room."""
+    load `ahead` and there is room."""
     row = 2 * columns(channels)
-    return 2 if "ahead" in features.split() and (2 * resident + streamed) * row <= SHARED_MEMORY else 1
+    return 2 if features.ahead and (2 * resident + streamed) * row <= SHARED_MEMORY else 1
 
 
 def shared_layout(block, dtype: str):

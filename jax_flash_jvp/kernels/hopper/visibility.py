@@ -8,8 +8,6 @@ from triton.experimental.gluon import language as gl
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
 from jax_flash_jvp.kernels.portable import visibility
-from jax_flash_jvp.kernels.portable.scores import has
-from jax_flash_jvp.kernels.portable.visibility import is_matrix
 
 words = gluon.jit(visibility.words.fn)
 # arrays that say what is seen, as far as there are any
@@ -25,36 +23,35 @@ Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end sta
 @triton.constexpr_function
 def masks(features, row, ragged):
     """Are there tiles that not everybody sees whole?"""
-    ends = "key_lengths" if row else "query_lengths"
-    return (row and ragged) or bool({"left", "right", "tiles", ends} & {*features.split()})
+    ends = features.key_lengths if row else features.query_lengths
+    return (row and ragged) or features.left or features.right or features.tiles.present or ends
 
 
 @triton.constexpr_function
 def has_loop(masked, masks, features):
     """Over the tiles that everybody sees whole, or the `masked`, which may be all."""
-    return masks if masked else not (masks and "one-loop" in features.split())
+    return masks if masked else not (masks and features.one_loop)
 
 
 @triton.constexpr_function
 def only_a_mask(features):
     """A matrix, whose bits tell what is seen."""
-    return is_matrix("mask", features) and not {"left", "right", "lengths", "segments"} & {*features.split()}
+    return features.mask.matrix and not (features.left or features.right or features.lengths or features.segments)
 
 
 @triton.constexpr_function
 def read_by_element(features):
     """Segments or a vector."""
-    given = {*features.split()}
-    return "tiles" in given and ("segments" in given or not is_matrix("mask", features))
+    return features.tiles.present and (features.segments or not features.mask.matrix)
 
 
 @gluon.jit
 def lengths(i_b, call, selection, FEATURES: gl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
     LQ, LK = call.LQ, call.LK
-    if has(FEATURES, "query_lengths"):
+    if FEATURES.query_lengths:
         LQ = gl.minimum(LQ, gl.load(selection.Q_LENGTHS + i_b))
-    if has(FEATURES, "key_lengths"):
+    if FEATURES.key_lengths:
         LK = gl.minimum(LK, gl.load(selection.K_LENGTHS + i_b))
     return LQ, LK
 
@@ -68,7 +65,7 @@ def span(bounds, T: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr):
         start = gl.minimum(gl.maximum(start, 0) // T, n)
         first = gl.minimum(gl.maximum(gl.cdiv(first, T), start), n)
         end = gl.minimum(gl.maximum(gl.maximum(whole, 0) // T, first), n)
-        if has(FEATURES, "one-loop"):
+        if FEATURES.one_loop:
             end = first
         return Visits(0, end - first, 0, first - start + n - end, start, first, end)
     else:
@@ -107,25 +104,25 @@ def key_bounds(row, ROWS: gl.constexpr, key_end, call, FEATURES: gl.constexpr):
     first = 0
     whole = key_end
     stop = key_end
-    if has(FEATURES, "right"):
+    if FEATURES.right:
         whole = gl.minimum(key_end, row + call.right + 1)
         stop = gl.minimum(key_end, row + ROWS + call.right)
-    if has(FEATURES, "left"):
+    if FEATURES.left:
         start = row - call.left
         first = row + ROWS - 1 - call.left
     return Bounds(start, first, whole, stop)
 
 
 @gluon.jit
-def share(X, i_b, i_h, call, size, FEATURES: gl.constexpr, NAME: gl.constexpr):
+def share(X, i_b, i_h, call, size, AXES: gl.constexpr):
     """As in `portable/scores.py`."""
     HQ, GROUP = call.HQ, call.GROUP
     i = i_b * 0
-    if has(FEATURES, NAME + ":heads"):
-        i += i_b * HQ + i_h if has(FEATURES, NAME + ":batch") else i_h
-    elif has(FEATURES, NAME + ":groups"):
-        i += i_b * (HQ // GROUP) + i_h // GROUP if has(FEATURES, NAME + ":batch") else i_h // GROUP
-    elif has(FEATURES, NAME + ":batch"):
+    if AXES.heads:
+        i += i_b * HQ + i_h if AXES.batch else i_h
+    elif AXES.groups:
+        i += i_b * (HQ // GROUP) + i_h // GROUP if AXES.batch else i_h // GROUP
+    elif AXES.batch:
         i += i_b
     return X + i.to(gl.int64) * size
 
@@ -135,14 +132,14 @@ def selected(selection, i_b, i_h, call, query_end, key_end, ROW: gl.constexpr, F
     """What `visible` and `bits` read, for this batch entry and query head."""
     LQ, LK = call.LQ, call.LK
     size = i_b.to(gl.int64) * 0 + 1
-    if is_matrix("mask", FEATURES):
+    if FEATURES.mask.matrix:
         size *= LQ if ROW else LK
         size *= words(LK if ROW else LQ, 32)
-    elif has(FEATURES, "mask:rows"):
+    elif FEATURES.mask.rows:
         size *= LQ
-    elif has(FEATURES, "mask:columns"):
+    elif FEATURES.mask.columns:
         size *= LK
-    mask = share(selection.MASK, i_b, i_h, call, size, FEATURES, "mask")
+    mask = share(selection.MASK, i_b, i_h, call, size, FEATURES.mask)
     q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
     return Sight(query_end, key_end, call.left, call.right, LQ, LK, q_segments, k_segments, mask)
 
@@ -153,10 +150,10 @@ def visits_of(
 ):  # fmt: skip
     """The tiles that a block visits: where there is a mask or there are segments those of its list, see
     `portable/visibility.py`, else those within the bounds."""
-    if has(FEATURES, "tiles"):
+    if FEATURES.tiles.present:
         size = i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
-        p_tiles = share(selection.TILES, i_b, i_h, call, size, FEATURES, "tiles") + i_block * (n_tiles + 2)
-        plain = 0 if has(FEATURES, "one-loop") else gl.load(p_tiles)
+        p_tiles = share(selection.TILES, i_b, i_h, call, size, FEATURES.tiles) + i_block * (n_tiles + 2)
+        plain = 0 if FEATURES.one_loop else gl.load(p_tiles)
         return Visits(0, plain, 0, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0)
     else:
         return span(bounds, T, MASKS, FEATURES)
@@ -175,7 +172,7 @@ def range_of(visits, MASKED: gl.constexpr):
 def tile_at(t, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """The t-th of the tiles that everybody sees whole, or of the MASKED."""
     _, plain, _, _, start, first, end = visits
-    if has(FEATURES, "tiles"):
+    if FEATURES.tiles.present:
         return gl.load(start + (plain + t if MASKED else t))
     elif MASKED:
         j = start + t
@@ -197,7 +194,7 @@ def listed(t, visits, MASKED: gl.constexpr):
 @gluon.jit
 def first_tile(visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """What `next_tile` is told at first."""
-    if is_matrix("mask", FEATURES):
+    if FEATURES.mask.matrix:
         return listed(range_of(visits, MASKED)[0], visits, MASKED)
     else:
         return 0
@@ -206,7 +203,7 @@ def first_tile(visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
 @gluon.jit
 def next_tile(t, upcoming, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """(the t-th tile, the one behind it): where a mask's words wait for it, a list is asked for it a tile ahead."""
-    if is_matrix("mask", FEATURES):
+    if FEATURES.mask.matrix:
         return upcoming, listed(t + 1, visits, MASKED)
     else:
         return tile_at(t, visits, MASKED, FEATURES), upcoming
@@ -231,18 +228,18 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
     o_c, o_x = column_numbers(T, LAYOUT)
     if ROW:
         last = gl.where(o_r < query_end, key_end - 1, -1)
-        if has(FEATURES, "right"):
+        if FEATURES.right:
             last = gl.minimum(last, o_r + right)
     else:
         last = gl.where(o_r < key_end, query_end - 1, -1)
-        if has(FEATURES, "left"):
+        if FEATURES.left:
             last = gl.minimum(last, o_r + left)
     seen = o_c <= gl.expand_dims(last - column, 1) - o_x
-    if ROW and has(FEATURES, "left"):
+    if ROW and FEATURES.left:
         seen = seen & (o_c >= gl.expand_dims(o_r - left - column, 1) - o_x)
-    if has(FEATURES, "right") and not ROW:
+    if FEATURES.right and not ROW:
         seen = seen & (o_c >= gl.expand_dims(o_r - right - column, 1) - o_x)
-    if has(FEATURES, "segments"):
+    if FEATURES.segments:
         if ROW:
             b_r = gl.load(Q_SEGMENTS + o_r, mask=o_r < LQ, other=0)
             b_c = gl.load(K_SEGMENTS + column + o_t, mask=column + o_t < LK, other=0)
@@ -250,10 +247,10 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
             b_r = gl.load(K_SEGMENTS + o_r, mask=o_r < LK, other=0)
             b_c = gl.load(Q_SEGMENTS + column + o_t, mask=column + o_t < LQ, other=0)
         seen = seen & (gl.expand_dims(b_r, 1) == gl.expand_dims(b_c, 0))
-    if has(FEATURES, "mask") and not is_matrix("mask", FEATURES):
-        if has(FEATURES, "mask:rows" if ROW else "mask:columns"):
+    if FEATURES.mask.present and not FEATURES.mask.matrix:
+        if FEATURES.mask.rows if ROW else FEATURES.mask.columns:
             b_x = gl.expand_dims(gl.load(mask + o_r, mask=o_r < (LQ if ROW else LK), other=0), 1)
-        elif has(FEATURES, "mask:columns" if ROW else "mask:rows"):
+        elif FEATURES.mask.columns if ROW else FEATURES.mask.rows:
             b_x = gl.expand_dims(gl.load(mask + column + o_t, mask=column + o_t < (LK if ROW else LQ), other=0), 0)
         else:
             b_x = gl.load(mask)
@@ -276,7 +273,7 @@ def bits(
 ):  # fmt: skip
     """[GROUP_ROWS, T]: for each element of a packed mask (`pack`) the word that has its bit, one for each row that a thread
     holds; to be asked for as soon as a tile is known."""
-    if MASKED and is_matrix("mask", FEATURES):
+    if MASKED and FEATURES.mask.matrix:
         n_rows, n_columns = (sight.LQ, sight.LK) if ROW else (sight.LK, sight.LQ)
         w_l: gl.constexpr = words_layout(T)
         no_e: gl.constexpr = gl.SliceLayout(3, w_l)
@@ -314,7 +311,7 @@ def hide(
     if MASKED:
         if not read_by_element(FEATURES):
             seen = visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
-        if is_matrix("mask", FEATURES):
+        if FEATURES.mask.matrix:
             o_c, _ = column_numbers(T, LAYOUT)
             shown = (b_bits & (1 << (o_c // 8 * 2 + o_c % 2))) != 0
             seen = shown if only_a_mask(FEATURES) else seen & shown

@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jax_flash_jvp.kernels.portable import scores
-from jax_flash_jvp.kernels.portable.scores import has
 
 aligned = gluon.jit(scores.aligned.fn)
 TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
@@ -46,7 +45,7 @@ def own_block(i, call, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr)
     """(block, batch entry and head) of number i.  Under causality the longest blocks, first or last, of a few heads go
     before the shorter: head after head, the last ones would begin a long block when others are done.  Where all are alike, they
     may go from the last to the first."""
-    if has(FEATURES, "right"):
+    if FEATURES.right:
         first = divided(i, n_blocks, call.of_blocks)[0] // TOGETHER * TOGETHER
         left = divided(call.n, n_blocks, call.of_blocks)[0] - first
         few = left < TOGETHER
@@ -57,7 +56,7 @@ def own_block(i, call, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr)
             block = n_blocks - 1 - block
         return block, first + i_head
     else:
-        if has(FEATURES, "last-first"):  # of those that are not shared
+        if FEATURES.last_first:  # of those that are not shared
             i = gl.where(i < call.n_whole, call.n_whole - 1 - i, i)
         i_head, block = divided(i, n_blocks, call.of_blocks)
         return block, i_head
@@ -66,7 +65,7 @@ def own_block(i, call, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr)
 @gluon.jit
 def in_wave(call, FEATURES: gl.constexpr):
     """This program's number in its wave: they may come in waves, each of a program for every multiprocessor."""
-    return gl.program_id(0) % call.at_once if has(FEATURES, "waves") else gl.program_id(0)
+    return gl.program_id(0) % call.at_once if FEATURES.waves else gl.program_id(0)
 
 
 @gluon.jit
@@ -84,13 +83,13 @@ def items(call, n_tiles, FEATURES: gl.constexpr):
     end = call.n_whole
     wave = 0
     waves = 1
-    if has(FEATURES, "waves"):
+    if FEATURES.waves:
         wave = gl.program_id(0) // call.at_once
         waves = gl.num_programs(0) // call.at_once
         rounds = gl.cdiv(call.n_whole, call.at_once)
         first += rounds * wave // waves * call.at_once
         end = gl.minimum(rounds * (wave + 1) // waves * call.at_once, call.n_whole)
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         t_first, t_end = shared_tiles(call, n_tiles, FEATURES)
         block, over = divided(t_end, n_tiles, call.of_tiles)
         if (wave == 0) & (over > 0):
@@ -103,7 +102,7 @@ def items(call, n_tiles, FEATURES: gl.constexpr):
 @gluon.jit
 def item(i, call, n_tiles, FEATURES: gl.constexpr):
     """The first n_whole blocks, of n_tiles each, are one program's each.  The tiles of the others, fewer than there are programs,
-    are "shared": each program has the next `share` of them, parts of one block or two, until there are none left.  The last part
+    are `shared`: each program has the next `share` of them, parts of one block or two, until there are none left.  The last part
     of a block comes at its program's end, the others, which are handed over, at their beginning.  They have lower numbers, so
     that they run whenever it waits.  Where they have whole blocks in between, it goes on from the first of these parts; with the
     rest, or all of them, it is put together when its tiles are done."""
@@ -113,7 +112,7 @@ def item(i, call, n_tiles, FEATURES: gl.constexpr):
     until = first
     handed_over = first > 0
     resumed = handed_over
-    if has(FEATURES, "shared"):
+    if FEATURES.shared:
         handed_over = i < 0
         if handed_over | (i >= call.n_whole):
             share_first, share_end = shared_tiles(call, n_tiles, FEATURES)

@@ -27,7 +27,6 @@ from jax_flash_jvp.kernels.portable.scores import (
     accumulated,
     aligned,
     before,
-    has,
     inner,
     lengths,
     load_block,
@@ -70,7 +69,9 @@ def statistics(
     HAS_TANGENT: tl.constexpr, HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_TD_LSE: tl.constexpr,
 ):  # fmt: skip
     """δ = rowsum(d_o∘o) − d_ℓ and its tangent, which the other kernels take off dP and ḋP, and ℓ in base 2."""
-    i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, "")
+    n_m = tl.cdiv(LQ, BM)
+    i_m = tl.program_id(0) % n_m
+    i_bh = (tl.program_id(0) // n_m).to(tl.int64)
     o_r = tl.arange(0, BM)
     row = i_m * BM
     x = i_bh * LQ + row + o_r
@@ -110,7 +111,7 @@ def key_means(
     square of the mean is more than twice what it would be by chance, if they had nothing."""
     i = tl.program_id(0).to(tl.int64)
     key_end = LK
-    if has(FEATURES, "key_lengths"):
+    if FEATURES.key_lengths:
         key_end = tl.minimum(LK, tl.load(K_LENGTHS + i // HK))
     n = tl.cdiv(key_end, step)
     stride = tl.full([], s_k, tl.int64) * step
@@ -253,7 +254,7 @@ def key_side(
                             if HAS_TS:
                                 b_tds += b_ds * b_w
                             b_tdx = under_cap(b_tds, b_u, FEATURES)
-                            if has(FEATURES, "cap") and HAS_TS:
+                            if FEATURES.cap and HAS_TS:
                                 b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
                             b_tdk = accumulated(b_tdk, b_tdx, b_q, PRECISION)
                             if HAS_TQ:
@@ -285,7 +286,7 @@ def query_side(
     WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ and its tangent for one block of queries, and δ and δ̇ less the excess of row sums: a pass over the keys."""
-    CAPPED: tl.constexpr = has(FEATURES, "cap")
+    CAPPED: tl.constexpr = FEATURES.cap
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     LQ, LK = aligned(LQ, LK, FEATURES)
     i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
@@ -371,7 +372,7 @@ def query_side(
                         b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                         b_tds += b_ds * (b_w - mu[:, None])
                     b_tdx = under_cap(b_tds, b_u, FEATURES)
-                    if has(FEATURES, "cap") and HAS_TS:
+                    if FEATURES.cap and HAS_TS:
                         b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
                     b_tr, b_te = with_rows(b_tr, b_te, b_tds, b_tdx, b_k[0].dtype, PRECISION, FEATURES)
                     b_tdq = accumulated(b_tdq, b_tdx, b_k, PRECISION)
@@ -408,7 +409,7 @@ def query_side(
 def with_rows(b_r, b_e, b_ds, b_dx, dtype: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr):
     """Row sums with those of a tile: of dS as it is multiplied, or, under a cap, of dS and of what rounding adds to it there."""
     b_rounded = operand(b_dx, dtype, PRECISION).to(tl.float32)
-    if has(FEATURES, "cap"):
+    if FEATURES.cap:
         return b_r + tl.sum(b_ds, 1), b_e + tl.sum(b_rounded - b_dx, 1)
     else:
         return b_r + tl.sum(b_rounded, 1), b_e

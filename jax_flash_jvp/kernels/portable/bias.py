@@ -13,7 +13,6 @@ import triton.language as tl
 from jax_flash_jvp.kernels.portable.scores import (
     INTEGERS,
     aligned,
-    has,
     lengths,
     load_rows,
     products,
@@ -39,7 +38,7 @@ def score_side(
 ):  # fmt: skip
     """`n_b` batch entries and `n_h` heads share a matrix; both are one for a sum along an axis."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
-    BY_ROW: tl.constexpr = has(FEATURES, "bias:rows")
+    BY_ROW: tl.constexpr = FEATURES.bias.rows
     LQ, LK = aligned(LQ, LK, FEATURES)
     n_m = tl.cdiv(LQ, BM)
     n_n = tl.cdiv(LK, BN)

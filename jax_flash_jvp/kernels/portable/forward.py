@@ -18,7 +18,6 @@ from jax_flash_jvp.kernels.portable.scores import (
     LOG2E,
     accumulated,
     aligned,
-    has,
     lengths,
     load_rows,
     log2_sum_exp,
@@ -117,7 +116,7 @@ def forward(
                     b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
 
                 b_u = 0.0
-                if LINEAR or PHASE > 0 or has(FEATURES, "bias") or has(FEATURES, "cap"):
+                if LINEAR or PHASE > 0 or FEATURES.bias.present or FEATURES.cap:
                     b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                     if PHASE > 0:
                         b_s = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_s, -float("inf"))
@@ -125,7 +124,7 @@ def forward(
                     m_new = b_m
                     b_p = tl.math.exp2(b_s - b_m[:, None])
                     alpha = tl.full([BM], 1.0, tl.float32)
-                elif PHASE > 0 or has(FEATURES, "bias") or has(FEATURES, "cap"):
+                elif PHASE > 0 or FEATURES.bias.present or FEATURES.cap:
                     m_new = tl.maximum(b_m, tl.max(b_s, 1))
                     m_shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen so far
                     b_p = tl.math.exp2(b_s - m_shift[:, None])
@@ -164,7 +163,7 @@ def forward(
     o_offset = (i_b * LQ * HQ + i_h) * DV
     if not LINEAR:
         # a bias may hide a whole row, unless it is NaN; in others the probabilities of what it hides are zero anyhow
-        if has(FEATURES, "bias"):
+        if FEATURES.bias.present:
             b_l = tl.where((b_m <= HIDES_ROW * LOG2E) & (b_l == b_l), 0.0, b_l)
         lse = (b_m + tl.math.log2(b_l)) * LN2
         per_l = tl.where(b_l == 0.0, 0.0, 1.0 / b_l)[:, None]  # a row that sees nothing: zeros, ℓ = −∞

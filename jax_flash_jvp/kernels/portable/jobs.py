@@ -10,6 +10,7 @@ from typing import Any
 
 import triton
 
+from jax_flash_jvp.kernels.features import Axes, Features
 from jax_flash_jvp.kernels.launcher import PLACEHOLDER, Launcher, Output
 from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
@@ -21,36 +22,32 @@ from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 ALIGNED = 16  # elements; what Triton makes use of
 
 
-def features(problem: Problem, x: Operands) -> str:
-    """Words for the kernels; of an array [1|B, 1|K|N, 1|T, 1|S], along which axes it varies as well."""
+def axes_of(array: Any, query_heads: int, key_heads: int) -> Axes:
+    """Of an array [1|B, 1|K|N, 1|T, 1|S], or None."""
+    if array is None:
+        return Axes()
+    b, h, t, s = array.shape
+    by_query_head = h == query_heads > 1
+    return Axes(
+        present=True, batch=b > 1, heads=by_query_head, groups=not by_query_head and h == key_heads > 1, rows=t > 1,
+        columns=s > 1,
+    )  # fmt: skip
+
+
+def features(problem: Problem, x: Operands) -> Features:
     (batch, queries, query_heads, _), (_, keys, key_heads, _) = x.query.shape, x.key.shape
     left, right = problem.reach(queries, keys)
-    words = [
-        word
-        for word, there in (
-            ("left", left is not None), ("right", right is not None), ("cap", problem.soft_cap is not None),
-            ("lengths", x.query_lengths is not None or x.key_lengths is not None),
-            ("query_lengths", x.query_lengths is not None), ("key_lengths", x.key_lengths is not None),
-            ("segments", x.query_segments is not None), ("dropout", x.seed is not None),
-            ("queries:aligned", queries % ALIGNED == 0), ("keys:aligned", keys % ALIGNED == 0),
-        )
-        if there
-    ]  # fmt: skip
-    tiles = []
-    for name, array in (("bias", x.bias), ("mask", x.mask)):
-        if array is None:
-            continue
-        b, h, t, s = array.shape
-        axes = [axis for axis, n in (("batch", b), ("rows", t), ("columns", s)) if n > 1]
-        axes += ["heads"] if h == query_heads > 1 else ["groups"] if h == key_heads > 1 else []
-        words += [name, *(f"{name}:{axis}" for axis in axes)]
-        if name == "mask":
-            tiles += [f"tiles:{axis}" for axis in axes if axis in ("batch", "heads", "groups")]
-    if x.mask is not None or x.query_segments is not None:
-        if batch > 1 and {"segments", "lengths"} & {*words}:
-            tiles += ["tiles:batch"]
-        words += ["tiles", *tiles]
-    return " ".join(words)
+    mask = axes_of(x.mask, query_heads, key_heads)
+    listed = x.mask is not None or x.query_segments is not None
+    by_batch = batch > 1 and any(a is not None for a in (x.query_segments, x.query_lengths, x.key_lengths))
+    return Features(
+        left=left is not None, right=right is not None, cap=problem.soft_cap is not None,
+        query_lengths=x.query_lengths is not None, key_lengths=x.key_lengths is not None,
+        segments=x.query_segments is not None, dropout=x.seed is not None,
+        queries_aligned=queries % ALIGNED == 0, keys_aligned=keys % ALIGNED == 0,
+        bias=axes_of(x.bias, query_heads, key_heads), mask=mask,
+        tiles=Axes(present=listed, batch=listed and (mask.batch or by_batch), heads=mask.heads, groups=mask.groups),
+    )  # fmt: skip
 
 
 class _Call:
@@ -111,16 +108,16 @@ class _Call:
         return self.launcher.padded(matrix, -matrix.shape[3] % ALIGNED)
 
     def tile(self, job: str) -> Tile:
-        target, words = self.launcher.target, {*self.features.split()}
+        target = self.launcher.target
         found = tile(job, self.widest, self.dtype, self.problem.precision, target)
-        if words & {"bias", "dropout", "cap"}:
+        if self.features.bias.present or self.features.dropout or self.features.cap:
             found = lighter(found, job)
-        return short(found, job, self.widest, self.dtype, target) if "tiles" in words else found
+        return short(found, job, self.widest, self.dtype, target) if self.features.tiles.present else found
 
     def run(self, kernel, tile: Tile, programs: int, inputs, outputs, tx: Operands, by_key: bool = False, **constants):
         """`outputs` that are None are not written: a placeholder stands for them."""
         length, block = (self.query_length, tile.block_m) if by_key else (self.key_length, tile.block_n)
-        ragged = bool(length % block) or "lengths" in self.features
+        ragged = bool(length % block) or self.features.lengths
         given = (*inputs, self.bias, tx.bias, *self.selected(by_key), self.x.seed, self.tiles(tile, by_key))
         got = self.launcher.launch(
             kernel, programs, given, self.scalars, [PLACEHOLDER if o is None else o for o in outputs],
@@ -133,7 +130,7 @@ class _Call:
     def selected(self, by_key: bool) -> tuple:
         """`selection`, of a mask with rows and columns the bits."""
         mask, *others = self.selection
-        if not visibility.is_matrix("mask", self.features):
+        if not self.features.mask.matrix:
             return self.selection
         if by_key not in self.packed:
             rows, columns = (self.key_length, self.query_length) if by_key else (self.query_length, self.key_length)
@@ -148,11 +145,11 @@ class _Call:
 
     def tiles(self, tile: Tile, by_key: bool) -> Any:
         """The list of the tiles in which a mask or segments leave something to see; None without these."""
-        words = self.features.split()
-        if "tiles" not in words:
+        by = self.features.tiles
+        if not by.present:
             return None
-        batch = self.batch if "tiles:batch" in words else 1
-        heads = self.query_heads if "tiles:heads" in words else self.key_heads if "tiles:groups" in words else 1
+        batch = self.batch if by.batch else 1
+        heads = self.query_heads if by.heads else self.key_heads if by.groups else 1
         blocks = (triton.cdiv(self.query_length, tile.block_m), triton.cdiv(self.key_length, tile.block_n))
         n_blocks, n_tiles = reversed(blocks) if by_key else blocks
         if batch * heads * n_blocks * (n_tiles + 2) >= 2**31:
@@ -273,8 +270,8 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
 def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], has, log_sum_exp, of_lse):
     """The gradient of the bias and its tangent, as far as they are wanted."""
     bias = call.x.bias
-    by_row, by_column = (f"bias:{axis}" in call.features.split() for axis in ("rows", "columns"))
-    if not by_column:
+    by_row = call.features.bias.rows
+    if not call.features.bias.columns:
         rows = [_row_sums(call, log_sum_exp, d) if w else None for d, w in zip(of_lse, want, strict=True)]
         return tuple(None if a is None else call.launcher.summed(a, False, bias) for a in rows)
     t = call.tile("score_side" if not want[1] else "score_side_dual")

@@ -1,7 +1,7 @@
 """What every kernel does with one tile: addressing, products, scores.
 
 Dialect: i_ index, o_ offsets, b_ block in registers, t_ tangent, d_ cotangent; constexprs in capitals.  FEATURES names what a
-call uses beyond plain attention (`features` in jobs.py); what it does not name is not compiled.  `o_m` and `o_n`, queries and
+call uses beyond plain attention (`features.py`); what it does not name is not compiled.  `o_m` and `o_n`, queries and
 keys, are oriented like the tile, one a column and the other a row: so every function here serves tiles and their transposes.
 """
 
@@ -19,11 +19,6 @@ INTEGERS = (
 )  # fmt: skip
 
 
-@triton.constexpr_function
-def has(features, name):
-    return name in features.split()
-
-
 # ------------------------------------------------------------------------------------------------ addressing
 
 
@@ -31,7 +26,7 @@ def has(features, name):
 def own_block(n_blocks, FROM_END: tl.constexpr, FEATURES: tl.constexpr):
     """(block, batch entry and head) of this program, as in `hopper/work.py`."""
     i = tl.program_id(0)
-    if has(FEATURES, "right"):
+    if FEATURES.right:
         first = i // (TOGETHER * n_blocks) * TOGETHER
         heads = tl.minimum(tl.num_programs(0) // n_blocks - first, TOGETHER)
         i -= first * n_blocks
@@ -132,21 +127,21 @@ def load_statistic(X, x, m_x, other: tl.constexpr, MASKED: tl.constexpr):
 @triton.jit
 def lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES: tl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
-    if has(FEATURES, "query_lengths"):
+    if FEATURES.query_lengths:
         LQ = tl.minimum(LQ, tl.load(Q_LENGTHS + i_b))
-    if has(FEATURES, "key_lengths"):
+    if FEATURES.key_lengths:
         LK = tl.minimum(LK, tl.load(K_LENGTHS + i_b))
     return LQ, LK
 
 
 @triton.jit
-def share(X, i_b, i_h, HQ, GROUP, size, FEATURES: tl.constexpr, NAME: tl.constexpr):
+def share(X, i_b, i_h, HQ, GROUP, size, AXES: tl.constexpr):
     """The part for this batch entry and query head of an array [1|B, 1|K|N, size], size int64."""
-    if has(FEATURES, NAME + ":heads"):
-        i_b = i_b * HQ + i_h if has(FEATURES, NAME + ":batch") else i_h
-    elif has(FEATURES, NAME + ":groups"):
-        i_b = i_b * (HQ // GROUP) + i_h // GROUP if has(FEATURES, NAME + ":batch") else i_h // GROUP
-    elif not has(FEATURES, NAME + ":batch"):
+    if AXES.heads:
+        i_b = i_b * HQ + i_h if AXES.batch else i_h
+    elif AXES.groups:
+        i_b = i_b * (HQ // GROUP) + i_h // GROUP if AXES.batch else i_h // GROUP
+    elif not AXES.batch:
         i_b = 0
     return X + i_b * size
 
@@ -155,42 +150,42 @@ def share(X, i_b, i_h, HQ, GROUP, size, FEATURES: tl.constexpr, NAME: tl.constex
 def aligned(LQ, LK, FEATURES: tl.constexpr):
     """The lengths, of which the compiler now sees whether they are multiples of 16: several statistics or segments of rows are
     read at a time then."""
-    if has(FEATURES, "queries:aligned"):
+    if FEATURES.queries_aligned:
         LQ = LQ // 16 * 16
-    if has(FEATURES, "keys:aligned"):
+    if FEATURES.keys_aligned:
         LK = LK // 16 * 16
     return LQ, LK
 
 
 @triton.jit
-def pitch(LK, FEATURES: tl.constexpr, NAME: tl.constexpr):
+def pitch(LK, AXES: tl.constexpr):
     """From a row of a matrix [1|T, S] to the next: in jobs.py rows are padded to a multiple that the compiler is to see."""
-    return (LK + 15) // 16 * 16 if has(FEATURES, NAME + ":rows") else LK
+    return (LK + 15) // 16 * 16 if AXES.rows else LK
 
 
 @triton.jit
-def matrix(X, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES: tl.constexpr, NAME: tl.constexpr):
+def matrix(X, i_b, i_h, HQ, GROUP, LQ, LK, AXES: tl.constexpr):
     """The matrix for this batch entry and query head of an array [1|B, 1|K|N, 1|T, 1|S]."""
-    if has(FEATURES, NAME):
+    if AXES.present:
         size = tl.full([], 1, tl.int64)
-        if has(FEATURES, NAME + ":rows"):
+        if AXES.rows:
             size *= LQ
-        if has(FEATURES, NAME + ":columns"):
-            size *= pitch(LK, FEATURES, NAME)
-        return share(X, i_b, i_h, HQ, GROUP, size, FEATURES, NAME)
+        if AXES.columns:
+            size *= pitch(LK, AXES)
+        return share(X, i_b, i_h, HQ, GROUP, size, AXES)
     else:
         return X
 
 
 @triton.jit
-def load_scores(X, o_m, o_n, LQ, LK, FEATURES: tl.constexpr, NAME: tl.constexpr):
+def load_scores(X, o_m, o_n, LQ, LK, AXES: tl.constexpr):
     """The tile of a matrix [1|T, 1|S], or its only row or column."""
-    if has(FEATURES, NAME + ":rows") and has(FEATURES, NAME + ":columns"):
-        n = pitch(LK, FEATURES, NAME)
+    if AXES.rows and AXES.columns:
+        n = pitch(LK, AXES)
         return tl.load(X + (o_m.to(tl.int64) * n + o_n), mask=(o_m < LQ) & (o_n < n), other=0)
-    elif has(FEATURES, NAME + ":rows"):
+    elif AXES.rows:
         return tl.load(X + o_m, mask=o_m < LQ, other=0)
-    elif has(FEATURES, NAME + ":columns"):
+    elif AXES.columns:
         return tl.load(X + o_n, mask=o_n < LK, other=0)
     else:
         return tl.load(X + (o_m + o_n) * 0)
@@ -280,13 +275,13 @@ def tanh(b_x):
 def scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES: tl.constexpr):
     """(S in base 2, its tanh where there is a cap) from the products q·k."""
     b_u = 0.0
-    if has(FEATURES, "cap"):
+    if FEATURES.cap:
         b_u = tanh(b_s * (scale / cap))
         b_s = b_u * (cap * LOG2E)
     else:
         b_s = b_s * (scale * LOG2E)
-    if has(FEATURES, "bias"):
-        b_bias = load_scores(bias, o_m, o_n, LQ, LK, FEATURES, "bias").to(tl.float32)
+    if FEATURES.bias.present:
+        b_bias = load_scores(bias, o_m, o_n, LQ, LK, FEATURES.bias).to(tl.float32)
         b_s += b_bias * LOG2E
     return b_s, b_u
 
@@ -307,17 +302,17 @@ def tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ: tl.constexpr, HAS_TK: tl.cons
 def tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES: tl.constexpr, HAS_TBIAS: tl.constexpr):
     """Ṡ from its products."""
     b_ts = b_ts * scale
-    if has(FEATURES, "cap"):
+    if FEATURES.cap:
         b_ts *= 1.0 - b_u * b_u
     if HAS_TBIAS:
-        b_ts += load_scores(t_bias, o_m, o_n, LQ, LK, FEATURES, "bias").to(tl.float32)
+        b_ts += load_scores(t_bias, o_m, o_n, LQ, LK, FEATURES.bias).to(tl.float32)
     return b_ts
 
 
 @triton.jit
 def under_cap(b_ds, b_u, FEATURES: tl.constexpr):
     """From a cotangent of S that of what was capped."""
-    if has(FEATURES, "cap"):
+    if FEATURES.cap:
         return b_ds * (1.0 - b_u * b_u)
     else:
         return b_ds

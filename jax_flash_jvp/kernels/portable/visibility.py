@@ -8,13 +8,7 @@ loops (`key_bounds`, `query_bounds`); segments and masks are looked through befo
 import triton
 import triton.language as tl
 
-from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, has, lengths, load_scores, matrix, share
-
-
-@triton.constexpr_function
-def is_matrix(name, features):
-    """Has this array, of the FEATURES, rows and columns?"""
-    return {name + ":rows", name + ":columns"} <= {*features.split()}
+from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, lengths, load_scores, matrix, share
 
 
 @triton.jit
@@ -32,11 +26,11 @@ def bits_of(pointers):
 @triton.jit
 def mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
     """`matrix`, packed where it has rows and columns."""
-    if is_matrix("mask", FEATURES):
+    if FEATURES.mask.matrix:
         size = tl.full([], 1, tl.int64) * (LK if BY_KEY else LQ) * words(LQ if BY_KEY else LK, bits_of(MASK.dtype))
-        return share(MASK, i_b, i_h, HQ, GROUP, size, FEATURES, "mask")
+        return share(MASK, i_b, i_h, HQ, GROUP, size, FEATURES.mask)
     else:
-        return matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "mask")
+        return matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES.mask)
 
 
 @triton.jit
@@ -59,24 +53,24 @@ def bits(mask, o_r, o_c, first, n_rows, n_columns):
 def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
     """Which of the keys o_n the queries o_m see.  `first`: the first of those along the columns of the result."""
     LQ, LK, query_end, key_end, left, right, Q_SEGMENTS, K_SEGMENTS, mask = sight
-    if has(FEATURES, "right"):
+    if FEATURES.right:
         b_seen = (o_n < key_end) & (o_n <= o_m + right)
     else:
         b_seen = (o_n < key_end) & (o_m >= 0)
-    if has(FEATURES, "left"):
+    if FEATURES.left:
         b_seen &= o_n >= o_m - left
-    if has(FEATURES, "lengths"):
+    if FEATURES.lengths:
         b_seen &= o_m < query_end
-    if has(FEATURES, "segments"):
+    if FEATURES.segments:
         b_queries = tl.load(Q_SEGMENTS + o_m, mask=o_m < LQ, other=0)
         b_seen &= b_queries == tl.load(K_SEGMENTS + o_n, mask=o_n < LK, other=0)
-    if is_matrix("mask", FEATURES):
+    if FEATURES.mask.matrix:
         if o_m.shape[1] == 1:
             b_seen &= bits(mask, o_m, o_n, first, LQ, LK)
         else:
             b_seen &= bits(mask, o_n, o_m, first, LK, LQ)
-    elif has(FEATURES, "mask"):
-        b_seen &= load_scores(mask, o_m, o_n, LQ, LK, FEATURES, "mask") != 0
+    elif FEATURES.mask.present:
+        b_seen &= load_scores(mask, o_m, o_n, LQ, LK, FEATURES.mask) != 0
     return b_seen
 
 
@@ -84,10 +78,10 @@ def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
 def exists(phase, features, ragged):
     """Is there this phase of the loop over tiles?  0: tiles that are seen whole; 1: those that are not; 2: those that the left
     end of a window cuts, unless there is a list."""
-    if has(features, "tiles"):
+    if features.tiles.present:
         return phase < 2
-    edges = ragged or any(has(features, name) for name in ("right", "left", "lengths"))
-    return phase == 0 or (phase == 1 and edges) or (phase == 2 and has(features, "left"))
+    edges = ragged or features.right or features.left or features.lengths
+    return phase == 0 or (phase == 1 and edges) or (phase == 2 and features.left)
 
 
 @triton.jit
@@ -98,14 +92,14 @@ def key_bounds(i_m, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.co
     first = 0
     whole = key_end
     stop = key_end
-    if has(FEATURES, "right"):
+    if FEATURES.right:
         stop = tl.minimum(key_end, tl.maximum(0, (i_m + 1) * BM + right))
         whole = tl.minimum(key_end, tl.maximum(0, i_m * BM + 1 + right))
-    if has(FEATURES, "lengths"):
+    if FEATURES.lengths:
         stop = tl.where(i_m * BM < query_end, stop, 0)
         whole = tl.where((i_m + 1) * BM <= query_end, whole, 0)
     whole = whole // BN * BN
-    if has(FEATURES, "left"):
+    if FEATURES.left:
         start = tl.maximum(0, i_m * BM - left) // BN * BN
         first = tl.cdiv(tl.maximum(0, (i_m + 1) * BM - 1 - left), BN) * BN
         whole = tl.where(first < whole, whole, start)
@@ -120,14 +114,14 @@ def query_bounds(i_n, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.
     first = 0
     whole = query_end
     stop = query_end
-    if has(FEATURES, "right"):
+    if FEATURES.right:
         start = tl.maximum(0, i_n * BN - right) // BM * BM
         first = tl.minimum(tl.cdiv(tl.maximum(0, i_n * BN + BN - 1 - right), BM), tl.cdiv(query_end, BM)) * BM
-    if has(FEATURES, "left"):
+    if FEATURES.left:
         stop = tl.minimum(query_end, tl.maximum(0, i_n * BN + BN + left))
         first = tl.minimum(first, tl.cdiv(stop, BM) * BM)
         whole = tl.maximum(first, tl.minimum(query_end, tl.maximum(0, i_n * BN + 1 + left)) // BM * BM)
-    if has(FEATURES, "lengths"):
+    if FEATURES.lengths:
         stop = tl.where(i_n * BN < key_end, stop, 0)
         cut = i_n * BN + BN > key_end
         first = tl.where(cut, stop, first)
@@ -141,7 +135,7 @@ def span(
     PHASE: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Where a phase begins and ends.  Causality cuts the last keys that a query sees, and the first queries that see a key."""
-    if has(FEATURES, "tiles"):
+    if FEATURES.tiles.present:
         if PHASE == 0:
             return 0, listed_whole * B
         else:
@@ -157,7 +151,7 @@ def span(
 @triton.jit
 def listed(tiles, at, B: tl.constexpr, FEATURES: tl.constexpr):
     """The first row of the tile that is visited at `at`."""
-    if has(FEATURES, "tiles"):
+    if FEATURES.tiles.present:
         return tl.load(tiles + at // B) * B
     else:
         return at
@@ -166,9 +160,9 @@ def listed(tiles, at, B: tl.constexpr, FEATURES: tl.constexpr):
 @triton.jit
 def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: tl.constexpr):
     """(list, how many of it are seen whole, length) of the tiles that this program visits, see `list_tiles`."""
-    if has(FEATURES, "tiles"):
+    if FEATURES.tiles.present:
         size = tl.full([], 1, tl.int64) * n_blocks * (n_tiles + 2)
-        p_tiles = share(TILES, i_b, i_h, HQ, GROUP, size, FEATURES, "tiles") + i_block * (n_tiles + 2)
+        p_tiles = share(TILES, i_b, i_h, HQ, GROUP, size, FEATURES.tiles) + i_block * (n_tiles + 2)
         return p_tiles + 2, tl.load(p_tiles), tl.load(p_tiles + 1)
     else:
         return TILES, 0, 0
@@ -220,20 +214,20 @@ def look_at_tiles(
     m_last, n_last = tl.minimum(m + BM, LQ) - 1, n + BN - 1
     something = (n < key_end) & (m < query_end)
     everything = (n_last < key_end) & (m_last < query_end)
-    if has(FEATURES, "right"):
+    if FEATURES.right:
         something &= n <= m_last + right
         everything &= n_last <= m + right
-    if has(FEATURES, "left"):
+    if FEATURES.left:
         something &= n_last >= m - left
         everything &= n >= m_last - left
-    if has(FEATURES, "segments"):
+    if FEATURES.segments:
         q_low, q_high = extent(Q_SEGMENTS + i_b * LQ, m, LQ, BM)
         k_low, k_high = extent(K_SEGMENTS + i_b * LK, n, LK, BN)
         something &= (q_low <= k_high) & (k_low <= q_high)
         everything &= (q_low == k_high) & (k_low == q_high)
-    if has(FEATURES, "mask"):
+    if FEATURES.mask.present:
         mask = mask_of(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
-        if is_matrix("mask", FEATURES):
+        if FEATURES.mask.matrix:
             if BY_KEY:
                 b_some, b_all = words_seen(mask, n, m, LK, LQ, BN, BM)
             else:
@@ -241,7 +235,7 @@ def look_at_tiles(
         else:
             o_m = m + tl.arange(0, BM)[:, None]
             o_n = n + tl.arange(0, BN)[None, :]
-            b_some = load_scores(mask, o_m, o_n, LQ, LK, FEATURES, "mask") != 0
+            b_some = load_scores(mask, o_m, o_n, LQ, LK, FEATURES.mask) != 0
             b_all = b_some | (o_m >= LQ)
         something &= tl.max(tl.max(b_some.to(tl.int32), 1), 0) != 0
         everything &= tl.min(tl.min(b_all.to(tl.int32), 1), 0) != 0
@@ -319,7 +313,7 @@ def _mixed(b_x):
 @triton.jit
 def seeds(SEED, i_b, i_h, FEATURES: tl.constexpr):
     """Two numbers for this head, from the two of its batch entry."""
-    if has(FEATURES, "dropout"):
+    if FEATURES.dropout:
         seed = tl.load(SEED + 2 * i_b).to(tl.uint32, bitcast=True)
         other = tl.load(SEED + 2 * i_b + 1).to(tl.uint32, bitcast=True)
         i = i_h.to(tl.uint32)
@@ -331,7 +325,7 @@ def seeds(SEED, i_b, i_h, FEATURES: tl.constexpr):
 @triton.jit
 def kept(o_m, o_n, head_seeds, rate, FEATURES: tl.constexpr):
     """1 / (1 − rate) where dropout keeps a probability, else 0: a hash of its place, the same in every kernel."""
-    if has(FEATURES, "dropout"):
+    if FEATURES.dropout:
         seed, other = head_seeds
         b_key = _mixed(o_m.to(tl.uint32) ^ seed)
         b_x = _mixed(_mixed(o_n.to(tl.uint32) ^ b_key) + (b_key ^ other))
@@ -343,7 +337,7 @@ def kept(o_m, o_n, head_seeds, rate, FEATURES: tl.constexpr):
 
 @triton.jit
 def thinned(b_x, b_kept, FEATURES: tl.constexpr):
-    if has(FEATURES, "dropout"):
+    if FEATURES.dropout:
         return b_x * b_kept
     else:
         return b_x
@@ -358,8 +352,8 @@ def selected(
     i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """(bias, its tangent, what `visible` reads, what `kept` hashes) of this batch entry and query head."""
-    bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
-    t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES, "bias")
+    bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES.bias)
+    t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES.bias)
     mask = mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
     sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
     return bias, t_bias, sight, seeds(SEED, i_b, i_h, FEATURES)

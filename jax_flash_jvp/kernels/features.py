@@ -1,0 +1,56 @@
+"""What a call uses beyond plain attention, and how its programs are scheduled: one constant of the kernels, FEATURES.
+
+A kernel compiles what its FEATURES name, and nothing else.  Conditions of kernels must be bool, and `in` does not compile
+there: what is asked of several fields at once is a property.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Along which axes of the scores an array [1|B, 1|K|N, 1|T, 1|S] varies."""
+
+    present: bool = False  # is there such an array at all?
+    batch: bool = False
+    heads: bool = False  # of queries
+    groups: bool = False  # heads of keys, each of which serves a group of heads of queries
+    rows: bool = False  # queries
+    columns: bool = False  # keys
+
+    @property
+    def matrix(self) -> bool:
+        return self.rows and self.columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    left: bool = False  # a query sees keys from `left` before it on
+    right: bool = False  # and up to `right` behind it; causality is a `right` of zero
+    cap: bool = False  # of scores, soft
+    query_lengths: bool = False  # of each batch entry; what lies beyond is padding
+    key_lengths: bool = False
+    segments: bool = False
+    dropout: bool = False
+    queries_aligned: bool = False  # their number is a multiple of 16
+    keys_aligned: bool = False
+    bias: Axes = Axes()
+    mask: Axes = Axes()
+    tiles: Axes = Axes()  # the lists of tiles to visit, where there is a mask or there are segments
+
+    # of the Hopper kernels alone
+    empty_rows: bool = False  # rows may see nothing
+    persistent: bool = False  # a program computes one block after the other
+    ahead: bool = False  # and loads resident rows of the next one while it computes one, if there is room
+    dynamic: bool = False  # programs take the numbers of their blocks from a counter in memory
+    waves: bool = False  # programs come in waves, each of one for every multiprocessor
+    shared: bool = False  # the last blocks are shared among programs, tile by tile
+    deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
+    late: bool = False  # and its dP behind the softmax, not with the scores
+    one_loop: bool = False  # tiles that need no mask go with the others
+    last_first: bool = False  # blocks go from the last to the first
+    statistics: bool = False  # the query side makes those of its rows
+
+    @property
+    def lengths(self) -> bool:
+        return self.query_lengths or self.key_lengths
