@@ -82,9 +82,8 @@ class Case:
             Tile(64, 32, 4, 2), lambda: jobs.forward(self.launcher, self.problem, self.x, self.tx)
         )
         self.y, self.ty = (o, lse), (t_o, mu)
-        self.stats = jobs._statistics(
-            jobs._Call(self.launcher, self.problem, self.x), o, t_o, self.d_o, self.t_d_o, lse, None, None, True
-        )
+        call = jobs._Call(self.launcher, self.problem, self.x)
+        self.rows = jobs.statistics(call, self.y, (self.d_o, None), self.ty, (self.t_d_o, None), True)
 
     def _with(self, tile: Tile, call):
         original = jobs.tile
@@ -112,15 +111,15 @@ class Case:
             "key_k": ((False, True, False, False),) * 2,
             "query_side_dual": ((True, False, False, False),) * 2,
         }[self.job]
-        original = jobs._statistics
-        jobs._statistics = lambda *_: self.stats
+        original = jobs.statistics
+        jobs.statistics = lambda *_: self.rows
         try:
             dual = any(want_t)
             tangents = (tx, self.ty, (self.t_d_o, None)) if dual else (jobs.NO_TANGENT, (None, None), (None, None))
             call = jobs._Call(launcher, problem, x)
             a, b = jobs._backward(call, self.y, (self.d_o, None), *tangents, want, want_t)
         finally:
-            jobs._statistics = original
+            jobs.statistics = original
         return [g for g in (*a, *b) if g is not None]
 
     def expected(self):

@@ -23,7 +23,7 @@ import numpy as np
 from jax_flash_jvp import reference
 from jax_flash_jvp.kernel_primitive import leaves_like
 from jax_flash_jvp.kernels import jobs
-from jax_flash_jvp.kernels.launcher import Launcher, Output, Rows, pointers
+from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output, Rows
 from jax_flash_jvp.partition import on_shards
 from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, Operands, unserved
 
@@ -266,16 +266,20 @@ class Interpreter(_Contiguous):
     def __init__(self):
         _import_triton()
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+    def launch(self, launch: Launch) -> dict[str, Any]:
         from jax_flash_jvp import interpret
+
+        outputs = launch.allocations()
 
         def host(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
             results = [np.full(o.shape, interpret.unwritten(o.dtype), jnp.dtype(o.dtype)) for o in outputs]
-            interpret.launch(kernel, (grid,), *arrays, *scalars, *results, **constants)
+            interpret.launch(
+                launch.kernel, (launch.programs,), *arrays, *launch.numbers(), *results, **launch.constants
+            )
             return tuple(results)
 
-        return jax.pure_callback(host, tuple(_shapes(outputs)), *pointers(inputs))
+        return launch.results(jax.pure_callback(host, tuple(_shapes(outputs)), *launch.arrays()))
 
 
 class JaxTriton(_Contiguous):
@@ -290,20 +294,23 @@ class JaxTriton(_Contiguous):
         self.descriptors = hasattr(library, "TensorDescriptor")  # from 0.4 on
         self.multiprocessors: int | None = getattr(_first_gpu(), "core_count", None)
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in pointers(inputs)]
-        options: dict[str, Any] = dict(kernel=kernel, grid=(grid,), num_warps=num_warps, num_stages=num_stages)
+    def launch(self, launch: Launch) -> dict[str, Any]:
+        arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in launch.arrays()]
+        scalars, shapes, registers = launch.numbers(), _shapes(launch.allocations()), launch.registers
+        options: dict[str, Any] = dict(
+            kernel=launch.kernel, grid=(launch.programs,), num_warps=launch.num_warps, num_stages=launch.num_stages
+        )
         if self.descriptors:
             # what is subnormal in float32 would become fp64
             arguments += [0.0 if isinstance(s, float) and abs(s) < SMALLEST_NORMAL else s for s in scalars]
             backend = (
                 dict(enable_fp_fusion=True) if registers is None else dict(enable_fp_fusion=True, maxnreg=registers)
             )
-            options.update(out_type=_shapes(outputs), backend_options=backend)
+            options.update(out_type=shapes, backend_options=backend)
         else:  # a Python float would become fp64
             arguments += [np.float32(s) if isinstance(s, float) else s for s in scalars]
-            options.update(out_shape=_shapes(outputs), enable_fp_fusion=True)
-        return self.jax_triton.triton_call(*arguments, **options, **constants)
+            options.update(out_shape=shapes, enable_fp_fusion=True)
+        return launch.results(self.jax_triton.triton_call(*arguments, **options, **launch.constants))
 
     def _descriptor(self, rows: Rows) -> Any:
         from jax_flash_jvp.kernels.hopper.pipeline import shared_layout

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
-from jax_flash_jvp.kernels.launcher import Rows, pointers
+from jax_flash_jvp.kernels.launcher import Launch, Rows
 
 # The most shared memory that a block may ask for, in bytes, by compute capability.
 SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
@@ -53,14 +53,15 @@ class Recorder:
     def summed(self, array, by_column, like):
         return like
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        types = [self._type(a) for a in (*pointers(inputs), *scalars, *outputs)]
+    def launch(self, launch: Launch):
+        kernel, outputs = launch.kernel, launch.allocations()
+        types = [self._type(a) for a in (*launch.arrays(), *launch.numbers(), *outputs)]
         names = [p.name for p in kernel.params if not p.is_constexpr]
-        options = dict(num_warps=num_warps, num_stages=num_stages, registers=registers)
+        options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, registers=launch.registers)
         signature = dict(zip(names, types, strict=True))
         nothing = {name: None for name in signature if signature[name] is None}
-        self.launches.append((kernel, {n: t for n, t in signature.items() if t}, constants | nothing, options))
-        return [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
+        self.launches.append((kernel, {n: t for n, t in signature.items() if t}, launch.constants | nothing, options))
+        return launch.results([jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs])
 
     def _type(self, argument):
         if isinstance(argument, Rows):

@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_flash_jvp import interpret
 from jax_flash_jvp.kernels.features import Features
-from jax_flash_jvp.kernels.launcher import Rows, pointers
+from jax_flash_jvp.kernels.launcher import Rows
 
 PACKAGE = "jax_flash_jvp.kernels.hopper"
 
@@ -414,21 +414,27 @@ class Launcher:
     def summed(self, array, by_column, like):
         raise NotImplementedError
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+    def launch(self, launch):
+        kernel, grid, constants = launch.kernel, launch.programs, launch.constants
         self.launched.add((kernel.fn.__name__, constants.get("FEATURES", Features()), grid))
-        results = [np.full(o.shape, interpret.unwritten(o.dtype), jnp.dtype(o.dtype)) for o in outputs]
+        results = [np.full(o.shape, interpret.unwritten(o.dtype), jnp.dtype(o.dtype)) for o in launch.allocations()]
+        named = launch.results(results)
         if not kernel.fn.__module__.startswith(PACKAGE):
-            arrays = [np.ascontiguousarray(a) for a in pointers(inputs)]
-            interpret.launch(kernel, (grid,), *arrays, *scalars, *results, **constants)
-            return results
+            arrays = [np.ascontiguousarray(a) for a in launch.arrays()]
+            interpret.launch(kernel, (grid,), *arrays, *launch.numbers(), *results, **constants)
+            return named
         function = getattr(self.modules[kernel.fn.__module__], kernel.fn.__name__)
         described = lambda rows: None if rows.array is None else Descriptor(rows)
-        given = [described(a) if isinstance(a, Rows) else Pointer(np.empty(0) if a is None else a) for a in inputs]
-        numbers = [block(s) if isinstance(s, int) else np.float32(s) for s in scalars]
+        given = {
+            name: described(a) if isinstance(a, Rows) else Pointer(np.empty(0) if a is None else a)
+            for name, a in launch.inputs.items()
+        }
+        given |= {name: block(s) if isinstance(s, int) else np.float32(s) for name, s in launch.scalars.items()}
+        given |= {name: Pointer(np.full(1, np.nan, np.float32) if a is None else a) for name, a in named.items()}
         place.late, place.programs = self.late, grid
         with np.errstate(all="ignore"):
             for place.program in range(grid):
-                function(*given, *numbers, *map(Pointer, results), **constants)
+                function(**given, **constants)
         if constants["FEATURES"].dynamic:
-            assert [a[0] for a in results if a.shape == (4,)] == [0], "a counter has not ended"
-        return results
+            assert named["PARTS"][0] == 0, "a counter has not ended"
+        return named

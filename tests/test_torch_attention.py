@@ -26,7 +26,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noq
 
 import torch_bridge  # noqa: E402
 from jax_flash_jvp import interpret  # noqa: E402
-from jax_flash_jvp.kernels.launcher import Rows, pointers  # noqa: E402
+from jax_flash_jvp.kernels.launcher import Rows  # noqa: E402
 from jax_flash_jvp.problem import Operands, Problem, unserved  # noqa: E402
 from test_torch_oracle import check, leaves, naive  # noqa: E402
 from torch_bridge import (  # noqa: E402
@@ -645,11 +645,14 @@ class NumpyLauncher:
 
         return TorchLauncher.summed(self, array, by_column, like)
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
-        results = [torch.full(o.shape, interpret.unwritten(o.dtype), dtype=getattr(torch, o.dtype)) for o in outputs]
-        arrays = [memory(a if a is not None else results[0]) for a in inputs]
-        interpret.launch(kernel, (grid,), *arrays, *scalars, *map(memory, results), **constants)
-        return results
+    def launch(self, launch):
+        results = [
+            torch.full(o.shape, interpret.unwritten(o.dtype), dtype=getattr(torch, o.dtype))
+            for o in launch.allocations()
+        ]
+        arrays = [*map(memory, launch.arrays()), *launch.numbers(), *map(memory, results)]
+        interpret.launch(launch.kernel, (launch.programs,), *arrays, **launch.constants)
+        return launch.results(results)
 
 
 def memory(a):
@@ -971,7 +974,7 @@ class PlannedLauncher(NumpyLauncher):
     """Keeps what a plan is made of."""
 
     def __init__(self):
-        self.launched, self.placeholders = [], []
+        self.launched = []
 
     def contiguous(self, array):
         from torch_bridge.launch import TorchLauncher
@@ -983,22 +986,21 @@ class PlannedLauncher(NumpyLauncher):
 
         return TorchLauncher.padded(self, array, n)
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+    def launch(self, launch):
         from torch_bridge.plans import Launched
 
-        results = super().launch(kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages)
-        self.placeholders += [a for a in results if a.shape == (1,)]
-        untouched = {*map(id, self.placeholders)}
-        arguments = [None if id(a) in untouched else a for a in (*pointers(inputs), *scalars, *results)]
+        results = super().launch(launch)
+        arguments = [*launch.arrays(), *launch.numbers(), *results.values()]
         types = [memory(a) if isinstance(a, torch.Tensor) else None for a in arguments]
 
         def run(addresses):
             numbers = [a if t is None else at(a, t) for a, t in zip(addresses, types, strict=True)]
             nothing = np.full(1, np.nan, np.float32)
-            interpret.launch(kernel, (grid,), *(nothing if a is None else a for a in numbers), **constants)
+            arrays = [nothing if a is None else a for a in numbers]
+            interpret.launch(launch.kernel, (launch.programs,), *arrays, **launch.constants)
             assert np.isnan(nothing).all()
 
-        self.launched.append(Launched(run, arguments, [a for a in results if id(a) not in untouched]))
+        self.launched.append(Launched(run, arguments, [a for a in results.values() if a is not None]))
         return results
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from jax_flash_jvp.kernels import jobs
-from jax_flash_jvp.kernels.launcher import PLACEHOLDER, Output, Rows, pointers
+from jax_flash_jvp.kernels.launcher import Launch, Output, Rows
 from jax_flash_jvp.problem import Operands, unserved
 from torch_bridge import plans
 from torch_bridge.operators import SELECTED
@@ -32,7 +32,6 @@ class TorchLauncher:
         self.device = device
         self.target, self.multiprocessors = _properties(device)
         self.launched: list[plans.Launched | plans.Copied] = []  # for a plan
-        self.placeholders: list[torch.Tensor] = []
 
     def strides(self, array: torch.Tensor) -> tuple[int, ...]:
         return array.stride()
@@ -62,20 +61,20 @@ class TorchLauncher:
         array = array[:, :, None, :] if by_column else array[..., None]
         return _owned(array.sum_to_size(like.shape).to(like.dtype))
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None) -> Any:
-        results = [self.empty(o) for o in outputs]
-        given = pointers(inputs)
-        arguments = [*(_descriptor(i) if isinstance(i, Rows) else i for i in given), *scalars, *results]
-        options = dict(constants) if registers is None else dict(constants, maxnreg=registers)
-        compiled = kernel[(grid,)](
-            *arguments, **options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
+    def launch(self, launch: Launch) -> dict[str, torch.Tensor | None]:
+        kernel, programs = launch.kernel, launch.programs
+        allocated = [self.empty(o) for o in launch.allocations()]
+        given = [*(_descriptor(i) if isinstance(i, Rows) else i for i in launch.arrays()), *launch.numbers()]
+        options = dict(
+            launch.constants, num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True
         )
-        # a later kernel is handed placeholders too, and leaves them alone
-        self.placeholders += [a for o, a in zip(outputs, results, strict=True) if o == PLACEHOLDER]
-        untouched = {*map(id, self.placeholders)}
-        constexprs = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        again = _again(compiled, grid, [*(None if id(a) in untouched else a for a in arguments), *constexprs])
-        self.launched.append(plans.Launched(*again, [a for a in results if id(a) not in untouched]))
+        if launch.registers is not None:
+            options["maxnreg"] = launch.registers
+        compiled = kernel[(programs,)](*given, *allocated, **options)
+        results = launch.results(allocated)
+        constexprs = [launch.constants[name] for name in kernel.arg_names if name in launch.constants]
+        again = _again(compiled, programs, [*given, *results.values(), *constexprs])
+        self.launched.append(plans.Launched(*again, [a for a in results.values() if a is not None]))
         return results
 
 

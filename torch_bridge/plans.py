@@ -27,7 +27,7 @@ class Launched(NamedTuple):
 
     run: Callable[[list[Any]], Any]
     arguments: Sequence[Any]
-    outputs: Sequence[Tensor]  # but placeholders
+    outputs: Sequence[Tensor]
 
 
 class Copied(NamedTuple):

@@ -1,6 +1,7 @@
 """What a framework provides to run kernels: the contract between the jobs and JAX, PyTorch or numpy."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -11,7 +12,7 @@ class Output(NamedTuple):
     dtype: str
 
 
-PLACEHOLDER = Output((1,), "float32")  # for an output that no kernel touches, then or later: any pointer will do
+PLACEHOLDER = Output((1,), "float32")  # for an output that the kernel never touches: any pointer will do
 
 
 class Rows(NamedTuple):
@@ -29,8 +30,62 @@ class Rows(NamedTuple):
         return (b, h, length, d), (s_b, s_h, s_l, s_d), (1, 1, self.rows, self.channels)
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel to run, and what its parameters are given, by name.  A kernel has them in the order inputs, scalars, outputs,
+    constexprs."""
+
+    kernel: Any
+    programs: int  # which begin in order
+    inputs: Mapping[str, Any]  # arrays and `Rows`; None is never read
+    scalars: Mapping[str, int | float]
+    outputs: Mapping[str, Output | None]  # None is never written
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    registers: int | None = None  # of a thread, at most; jax-triton 0.3 has no say in it
+
+    def __post_init__(self):
+        given = [*self.inputs, *self.scalars, *self.outputs, *self.constants]
+        names = [*self.kernel.arg_names]
+        if sorted(given) != sorted(names):
+            missing, unknown = (", ".join(sorted(s)) or "none" for s in ({*names} - {*given}, {*given} - {*names}))
+            raise TypeError(
+                f"a launch of {self.kernel.__name__} must name each of its parameters once: missing are {missing}, "
+                f"unknown {unknown}"
+            )
+        kinds = (self.inputs, self.scalars, self.outputs, self.constants)
+        order = [next(i for i, kind in enumerate(kinds) if name in kind) for name in names]
+        if order != sorted(order):
+            raise TypeError(
+                f"kernel {self.kernel.__name__} must take inputs, scalars, outputs and constexprs in this order"
+            )
+
+    def _in_order(self, given: Mapping[str, Any]) -> list[Any]:
+        return [given[name] for name in self.kernel.arg_names if name in given]
+
+    def arrays(self) -> list[Any]:
+        """The inputs in order, with some array in the place of each None."""
+        inputs = self._in_order(self.inputs)
+        present = next((i.array if isinstance(i, Rows) else i for i in inputs if i is not None), None)
+        return [present if i is None else i for i in inputs]
+
+    def numbers(self) -> list[int | float]:
+        """The scalars in order."""
+        return self._in_order(self.scalars)
+
+    def allocations(self) -> list[Output]:
+        """The outputs in order, with a placeholder for each that is not written."""
+        return [PLACEHOLDER if o is None else o for o in self._in_order(self.outputs)]
+
+    def results(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """By name, of the `allocations`, which the kernel has filled; None where there was no output."""
+        names = (name for name in self.kernel.arg_names if name in self.outputs)
+        return {n: None if self.outputs[n] is None else a for n, a in zip(names, arrays, strict=True)}
+
+
 class Launcher(Protocol):
-    """Launches kernels whose parameters are, in this order: inputs, scalars, outputs, constexprs."""
+    """Launches kernels on the arrays of a framework."""
 
     target: int | str  # compute capability, 90 for sm_90, or "interpret": selects the tiles
     descriptors: bool  # can it pass `Rows`?
@@ -53,24 +108,6 @@ class Launcher(Protocol):
         queries if its third axis says so, and not along the other axes of length one."""
         ...
 
-    def launch(
-        self,
-        kernel: Any,
-        grid: int,
-        inputs: Sequence[Any],
-        scalars: Sequence[int | float],
-        outputs: Sequence[Output],
-        constants: dict[str, Any],
-        num_warps: int,
-        num_stages: int,
-        registers: int | None = None,
-    ) -> Sequence[Any]:
-        """Run `grid` programs, which begin in order, and return the outputs.  A None input is never read: any pointer will do.
-        `registers` caps those of a thread, but not with jax-triton 0.3."""
+    def launch(self, launch: Launch) -> dict[str, Any]:
+        """Run the kernel, and return its outputs by name; None for one that is not written."""
         ...
-
-
-def pointers(inputs: Sequence[Any]) -> list[Any]:
-    """`inputs` with some array in the place of each None."""
-    present = next((i.array if isinstance(i, Rows) else i for i in inputs if i is not None), None)
-    return [present if i is None else i for i in inputs]

@@ -14,9 +14,9 @@ from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper.handover import part_size
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, column_widths
 from jax_flash_jvp.kernels.hopper.work import DIVISIBLE, TOGETHER, reciprocal
-from jax_flash_jvp.kernels.launcher import PLACEHOLDER, Launcher, Output, Rows
+from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
-from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
+from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT, RowStatistics
 from jax_flash_jvp.kernels.portable.tiles import Tile
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
@@ -197,9 +197,9 @@ class _Call:
         self.alike = not (f.left or f.right or f.lengths or f.tiles.present)  # all blocks
         # are blocks taken from a counter?
         self.counted = not self.alike and (lists_counted or not f.tiles.present)
-        sees_nothing = self.portable.reach[1] < 0 or f.left or f.lengths or f.tiles.present
+        sees_nothing = self.portable.reach["right"] < 0 or f.left or f.lengths or f.tiles.present
         self.features = dataclasses.replace(f, empty_rows=sees_nothing)
-        self.scalars = (*self.portable.sizes, *self.portable.reach)
+        self.scalars = dict(self.portable.sizes, **self.portable.reach)
         self.statistic, self.output = self.portable.statistic, self.portable.output
         self.key_gradient = self.portable.key_gradient
 
@@ -257,11 +257,12 @@ class _Call:
                 return pair
         return ring
 
-    def rows(self, *arrays: tuple[Any, int]) -> list[Rows]:
-        """The descriptors of arrays in tiles of so many rows: of the first part of their channels, then of the second."""
+    def descriptors(self, **arrays: tuple[Any, int]) -> dict[str, Rows]:
+        """Of arrays in tiles of so many rows: {name}_d of the first part of their channels, {name}_r of the rest."""
         first, *rest = column_widths(self.head_dim)
-        seconds = [Rows(a, n, rest[0]) if rest else Rows(None, 0, 0) for a, n in arrays]
-        return [*(Rows(a, n, first) for a, n in arrays), *seconds]
+        firsts = {f"{name}_d": Rows(a, n, first) for name, (a, n) in arrays.items()}
+        rests = {f"{name}_r": Rows(a, n, rest[0]) if rest else Rows(None, 0, 0) for name, (a, n) in arrays.items()}
+        return firsts | rests
 
     def one_loop(self, by_key: bool) -> bool:
         """Do the tiles that need no mask go with the others?  Not where lengths cut tiles, which are cleaned, nor, in the
@@ -297,22 +298,21 @@ class _Call:
         self,
         ring: Ring,
         by_key: bool,
-        descriptors,
-        saved,
-        outputs,
-        parts: tuple[int, int],
-        more=(),
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Output | None],
+        handed_over: tuple[int, int],
         more_features: Mapping[str, Any] = MappingProxyType({}),
-        **constants,
-    ):
-        """`outputs` that are None are not written: a placeholder stands for them.  Parts of a block are so many sums and
-        statistics; `more` are what none of them adds to."""
-        written = sum(o is not None and len(o.shape) == 4 for o in outputs)
+        **constants: Any,
+    ) -> dict[str, Any]:
+        """The outputs of a kernel.  `handed_over`: sums and statistics of a part of a block."""
+        written = sum(o is not None and len(o.shape) == 4 for o in outputs.values())
         programs, at_once, whole, share, order = self.schedule(ring, by_key, written)
         blocks, rows = self.blocks(ring.height, by_key), GROUP * ring.height
         heads, n_tiles = self.key_heads if by_key else self.query_heads, self.tiles(ring, by_key)
-        rest = self.batch * heads % TOGETHER.value or 1
-        divisors = (blocks // (self.batch * heads), heads, n_tiles, share or 1, TOGETHER.value, rest)
+        divisors = dict(
+            of_blocks=blocks // (self.batch * heads), of_heads=heads, of_tiles=n_tiles, of_share=share or 1,
+            of_together=TOGETHER.value, of_rest=self.batch * heads % TOGETHER.value or 1,
+        )  # fmt: skip
         block_m, block_n = (ring.tile, rows) if by_key else (rows, ring.tile)
         tiles, between = None, None
         features = dataclasses.replace(
@@ -324,21 +324,21 @@ class _Call:
             between = Output((4,), "float32")
         if whole < blocks:  # what programs hand over
             columns = column_widths(self.head_dim)[0] if ring.split else self.head_dim
-            between = Output((at_once * ring.groups * part_size(GROUP, *parts, columns),), "float32")
-        got = self.launcher.launch(
-            self.kernel, programs,
-            (*descriptors, *self.portable.selected(by_key), tiles, *saved),
-            (float(self.problem.scale), blocks, *self.scalars, whole, share, at_once, *map(reciprocal, divisors)),
-            [PLACEHOLDER if o is None else o for o in (*outputs, between, *more)],
+            between = Output((at_once * ring.groups * part_size(GROUP, *handed_over, columns),), "float32")
+        launch = Launch(
+            self.kernel, programs, dict(inputs, **self.portable.selected(by_key), TILES=tiles),
+            dict(
+                self.scalars, scale=float(self.problem.scale), n=blocks, n_whole=whole, share=share, at_once=at_once,
+                **{name: reciprocal(n) for name, n in divisors.items()},
+            ),
+            dict(outputs, PARTS=between),
             dict(
                 C=self.head_dim, FEATURES=features, SLOTS=ring.slots, GROUPS=ring.groups,
                 HEIGHT=ring.height, TURNS=ring.turns,
                 RAGGED=bool((self.query_length if by_key else self.key_length) % ring.tile), **constants
-            ), WARPS, 1, registers=REGISTERS[ring.groups],
+            ), WARPS, 1, REGISTERS[ring.groups],
         )  # fmt: skip
-        got, (_, *more) = got[: len(outputs)], got[len(outputs) :]
-        got = [None if o is None else a for o, a in zip(outputs, got, strict=True)]
-        return (*got, *more)
+        return self.launcher.launch(launch)
 
 
 def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):
@@ -348,90 +348,119 @@ def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO
 
 def tangent(launcher: Launcher, problem: Problem, x: Operands, log_sum_exp, tx: Operands):
     """(ȯ, μ), linear in tx, from the saved ℓ."""
-    return _forward(_Call(launcher, problem, x, forward_kernels.forward), tx, log_sum_exp)[2:]
+    _, _, t_o, mu = _forward(_Call(launcher, problem, x, forward_kernels.forward), tx, log_sum_exp)
+    return t_o, mu
 
 
 def _forward(call: _Call, tx: Operands, saved=None):
     x, dual, linear = call.x, any(t is not None for t in tx[:3]), saved is not None
     ring = call.ring(FORWARD_DUAL[call.width] if dual else FORWARD[call.width])
-    y, nothing = (call.output, call.statistic), (None, None)
-    n = (GROUP, ring.tile, ring.tile)
-    rows = call.rows(*zip(x[:3], n, strict=True), *zip(tx[:3], n, strict=True))
-    return call.run(
-        ring, False, rows, (saved,), (*(nothing if linear else y), *(y if dual else nothing)),
-        (1 + dual, 2 + dual),
+    descriptors = call.descriptors(
+        q=(x.query, GROUP), k=(x.key, ring.tile), v=(x.value, ring.tile),
+        tq=(tx.query, GROUP), tk=(tx.key, ring.tile), tv=(tx.value, ring.tile),
+    )  # fmt: skip
+    got = call.run(
+        ring, False, dict(descriptors, SAVED=saved),
+        dict(
+            O=None if linear else call.output, LSE=None if linear else call.statistic,
+            TO=call.output if dual else None, MU=call.statistic if dual else None,
+        ), (1 + dual, 2 + dual),
         BN=ring.tile, HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None, LINEAR=linear,
     )  # fmt: skip
+    return got["O"], got["LSE"], got["TO"], got["MU"]
 
 
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
     return backward_dual(launcher, problem, x, y, cy, (NO_TANGENT, (None, None), (None, None)), want, (False,) * 4)[0]
 
 
+class Wanted(NamedTuple):
+    """Of the gradients of a side: of its resident rows a and c, and their tangents."""
+
+    a: bool = False
+    c: bool = False
+    ta: bool = False
+    tc: bool = False
+
+    @property
+    def kind(self) -> str:
+        gradients, tangents = self.a or self.c, self.ta or self.tc
+        return "dual" if gradients and tangents else "tangent" if tangents else "plain"
+
+
 def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tangents, want, want_tangent):
     """Needs a cotangent of o."""
-    (o, log_sum_exp), (d_o, d_lse), (tx, (t_o, mu), (t_d_o, t_d_lse)) = y, cy, tangents
-    dual = any(want_tangent)
+    tx, ty, tcy = tangents
+    (o, log_sum_exp), (d_o, d_lse), (t_o, mu), (t_d_o, t_d_lse) = y, cy, ty, tcy
+    dual, want, want_tangent = any(want_tangent), Operands(*want), Operands(*want_tangent)
     call = _Call(launcher, problem, x, backward_kernels.backward, lists_counted=not dual)
     query = ((x.query, tx.query), (d_o, t_d_o))
     key = ((x.key, tx.key), (x.value, tx.value))
 
-    def side(ring: Ring, row: bool, wants, statistics, makes: bool = False, last_first: bool = False) -> tuple:
-        """Its results, and of the query side's rows the statistics: of ℓ in base 2, where it makes those, δ and δ̇."""
+    def side(ring: Ring, row: bool, wanted: Wanted, statistics, makes: bool = False, last_first: bool = False):
+        """The outputs of the kernel: DA, DC, TDA, TDC; of the query side also DELTA_OUT and T_DELTA_OUT, and LSE2_OUT if it
+        makes the statistics of its rows."""
         resident, streamed = (query, key) if row else (key, query)
         ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
-        arrays = ((a, GROUP), (c, GROUP), (b, ring.tile), (e, ring.tile))
-        tangents = ((ta, GROUP), (tc, GROUP), (tb, ring.tile), (te, ring.tile))
-        outputs = [(a if makes else None, GROUP) for a in (o, t_o)]
-        made = [call.statistic if there else None for there in (makes, row, row and wants[2])]
-        rows_summed = (wants[0] or (wants[2] and tb is not None)) + wants[2] if row else 0
+        descriptors = call.descriptors(
+            a=(a, GROUP), c=(c, GROUP), b=(b, ring.tile), e=(e, ring.tile),
+            ta=(ta, GROUP), tc=(tc, GROUP), tb=(tb, ring.tile), te=(te, ring.tile),
+            o=(o if makes else None, GROUP), to=(t_o if makes else None, GROUP),
+        )  # fmt: skip
+        rows_summed = (wanted.a or (wanted.ta and tb is not None)) + wanted.ta if row else 0
         like = call.output if row else call.key_gradient
-        wanted = dict(zip(("WANT_A", "WANT_C", "WANT_TA", "WANT_TC"), wants, strict=True))
         return call.run(
-            ring, not row, call.rows(*arrays, *tangents, *outputs), statistics,
-            [like if w else None for w in wants], (sum(wants), rows_summed), made, dict(statistics=makes, last_first=last_first),
+            ring, not row, dict(descriptors, **statistics),
+            dict(
+                DA=like if wanted.a else None, DC=like if wanted.c else None, TDA=like if wanted.ta else None,
+                TDC=like if wanted.tc else None, LSE2_OUT=call.statistic if makes else None,
+                DELTA_OUT=call.statistic if row else None, T_DELTA_OUT=call.statistic if row and wanted.ta else None,
+            ), (sum(wanted), rows_summed), dict(statistics=makes, last_first=last_first),
             T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
-            HAS_D_LSE=row and d_lse is not None, HAS_TD_LSE=row and t_d_lse is not None, **wanted,
+            HAS_D_LSE=row and d_lse is not None, HAS_TD_LSE=row and t_d_lse is not None,
+            WANT_A=wanted.a, WANT_C=wanted.c, WANT_TA=wanted.ta, WANT_TC=wanted.tc,
         )  # fmt: skip
 
     d = call.width
-    dq = t_dq = dk = dv = t_dk = t_dv = None
-    wants = (want[0], False, want_tangent[0], False)
-    ring = call.ring(QUERY_SIDE[d, _kind(want[0], want_tangent[0])])
+    wanted = Wanted(a=want.query, ta=want_tangent.query)
+    ring = call.ring(QUERY_SIDE[d, wanted.kind])
     length, pairs = call.tiles(ring, False) * ring.tile, tx.key is not None or tx.value is not None
     if dual:
-        makes = want_tangent[0] and pairs and length <= STATISTICS_DUAL and not call.drifts(length)
+        makes = want_tangent.query and pairs and length <= STATISTICS_DUAL and not call.drifts(length)
     else:
-        makes = want[0] and ring.tile >= GROUP  # rows of o in a slot
-    saved, t_delta = (log_sum_exp, mu, None, None), None
-    if not makes:
-        lse2, delta, t_delta = portable._statistics(
-            call.portable, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual
-        )
-        saved = (lse2, mu, delta, t_delta)
-    if any(wants):
-        means = call.portable.key_means(tx.key if want_tangent[0] else None)
-        dq, _, t_dq, _, *made = side(ring, True, wants, (*saved, d_lse, t_d_lse, *means), makes)
-        delta = made[1]
-        lse2, t_delta = made[0] if makes else lse2, made[2] if want_tangent[0] else t_delta
-    wants = (want[1], want[2], want_tangent[1], want_tangent[2])
-    kind = _kind(any(wants[:2]), any(wants[2:]))
+        makes = want.query and ring.tile >= GROUP  # rows of o in a slot
+    if makes:  # of ℓ itself
+        rows = RowStatistics(log_sum_exp, None, None)
+    else:
+        rows = portable.statistics(call.portable, y, cy, ty, tcy, dual)
+    statistics = dict(LSE2=rows.lse2, MU=mu, DELTA=rows.delta, T_DELTA=rows.t_delta)
+    gradients: dict[str, Any] = {}
+    if any(wanted):
+        means = call.portable.key_means(tx.key if want_tangent.query else None)
+        of_rows = dict(D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean, COMMON=means.common)
+        got = side(ring, True, wanted, statistics | of_rows, makes)
+        gradients |= dict(query=got["DA"], t_query=got["TDA"])
+        statistics["DELTA"] = got["DELTA_OUT"]
+        if makes:
+            statistics["LSE2"] = got["LSE2_OUT"]
+        if want_tangent.query:
+            statistics["T_DELTA"] = got["T_DELTA_OUT"]
+    of_rows = dict.fromkeys(("D_LSE", "TD_LSE", "KEY_MEAN", "T_KEY_MEAN", "COMMON"))
 
-    def key_side(ring: Ring, wants) -> tuple:
+    def key_side(ring: Ring, wanted: Wanted) -> None:
         last_first = call.alike and not dual  # from rows on that the query side has just read
-        saved = (lse2, mu, delta, t_delta, *[None] * 5)
-        return side(call.ring(ring, True), False, wants, saved, last_first=last_first)[:4]
+        got = side(call.ring(ring, True), False, wanted, statistics | of_rows, last_first=last_first)
+        results = dict(key=got["DA"], value=got["DC"], t_key=got["TDA"], t_value=got["TDC"])
+        gradients.update({name: a for name, a in results.items() if a is not None})
 
-    if any(wants) and (d, kind) in KEY_SIDE:
-        dk, dv, t_dk, t_dv = key_side(KEY_SIDE[d, kind], wants)
+    wanted = Wanted(want.key, want.value, want_tangent.key, want_tangent.value)
+    if any(wanted) and (d, wanted.kind) in KEY_SIDE:
+        key_side(KEY_SIDE[d, wanted.kind], wanted)
     else:
-        if wants[1] or wants[3]:
-            _, dv, _, t_dv = key_side(VALUES[d, kind], (False, wants[1], False, wants[3]))
-        if wants[0] or wants[2]:
-            dk, _, t_dk, _ = key_side(KEYS[d, kind], (wants[0], False, wants[2], False))
-    return Operands(dq, dk, dv), Operands(t_dq, t_dk, t_dv)
-
-
-def _kind(gradients: bool, tangents: bool) -> str:
-    return "dual" if gradients and tangents else "tangent" if tangents else "plain"
+        if wanted.c or wanted.tc:
+            key_side(VALUES[d, wanted.kind], Wanted(c=wanted.c, tc=wanted.tc))
+        if wanted.a or wanted.ta:
+            key_side(KEYS[d, wanted.kind], Wanted(a=wanted.a, ta=wanted.ta))
+    found = [Operands(*(gradients.get(prefix + name) for name in ("query", "key", "value"))) for prefix in ("", "t_")]
+    return found[0], found[1]

@@ -6,12 +6,13 @@ named in `features`; a kernel compiles that alone.
 """
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import triton
 
 from jax_flash_jvp.kernels.features import Axes, Features
-from jax_flash_jvp.kernels.launcher import PLACEHOLDER, Launcher, Output
+from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output
 from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
@@ -50,6 +51,22 @@ def features(problem: Problem, x: Operands) -> Features:
     )  # fmt: skip
 
 
+class KeyMeans(NamedTuple):
+    """Of each head of keys."""
+
+    mean: Any
+    t_mean: Any  # of the tangents; None without these
+    common: Any  # have keys, or tangents, much in common?
+
+
+class RowStatistics(NamedTuple):
+    """Of each row of scores."""
+
+    lse2: Any  # ℓ in base 2
+    delta: Any
+    t_delta: Any  # None without tangents
+
+
 class _Call:
     """What the launches of one call share."""
 
@@ -63,16 +80,18 @@ class _Call:
         units = [math.gcd(ALIGNED, batch, head) for batch, _, head in strides]
         group = self.query_heads // self.key_heads
         left, right = problem.reach(self.query_length, self.key_length)
-        self.sizes = (self.query_heads, group, self.query_length, self.key_length)
-        self.reach = (left or 0, right or 0)
-        self.scalars = (
-            float(problem.scale), *self.sizes,
-            *(stride // unit for (batch, _, head), unit in zip(strides, units, strict=True) for stride in (batch, head)),
-            *self.reach, float(problem.soft_cap or 0), float(problem.dropout_rate),
+        self.sizes = dict(HQ=self.query_heads, GROUP=group, LQ=self.query_length, LK=self.key_length)
+        self.reach = dict(left=left or 0, right=right or 0)
+        self.scalars: dict[str, int | float] = dict(
+            scale=float(problem.scale), cap=float(problem.soft_cap or 0), rate=float(problem.dropout_rate), **self.sizes,
+            **self.reach,
         )  # fmt: skip
         self.features = features(problem, x)
         self.bias = self.padded(x.bias)
-        self.selection = (x.mask, x.query_lengths, x.key_lengths, x.query_segments, x.key_segments)
+        self.selection = dict(
+            MASK=x.mask, Q_LENGTHS=x.query_lengths, K_LENGTHS=x.key_lengths, Q_SEGMENTS=x.query_segments,
+            K_SEGMENTS=x.key_segments,
+        )  # fmt: skip
         self.word = word  # its bits
         self.packed: dict[bool, Any] = {}  # the mask, by query or by key
         self.value_constants = dict(DV=self.value_dim)
@@ -80,7 +99,8 @@ class _Call:
             self.value_constants, D=self.head_dim, FEATURES=self.features,
             PRECISION=product(self.dtype, problem.precision, self.widest),
         )  # fmt: skip
-        for name, (_, sequence, _), unit in zip("qkv", strides, units, strict=True):
+        for name, (batch, sequence, head), unit in zip("qkv", strides, units, strict=True):
+            self.scalars.update({f"s_{name}b": batch // unit, f"s_{name}h": head // unit})
             self.constants.update({f"s_{name}": sequence, f"UNIT_{name.upper()}": unit})
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
         self.output = Output((self.batch, self.query_length, self.query_heads, self.value_dim), self.dtype)
@@ -114,34 +134,50 @@ class _Call:
             found = lighter(found, job)
         return short(found, job, self.widest, self.dtype, target) if self.features.tiles.present else found
 
-    def run(self, kernel, tile: Tile, programs: int, inputs, outputs, tx: Operands, by_key: bool = False, **constants):
-        """`outputs` that are None are not written: a placeholder stands for them."""
+    def run(
+        self,
+        kernel: Any,
+        tile: Tile,
+        programs: int,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Output | None],
+        tx: Operands,
+        by_key: bool = False,
+        **constants: Any,
+    ) -> dict[str, Any]:
+        """The outputs of a kernel that goes through tiles."""
         length, block = (self.query_length, tile.block_m) if by_key else (self.key_length, tile.block_n)
         ragged = bool(length % block) or self.features.lengths
-        given = (*inputs, self.bias, tx.bias, *self.selected(by_key), self.x.seed, self.tiles(tile, by_key))
-        got = self.launcher.launch(
-            kernel, programs, given, self.scalars, [PLACEHOLDER if o is None else o for o in outputs],
-            dict(
-                self.constants, BM=tile.block_m, BN=tile.block_n, RAGGED=ragged, **has_tangents(tx), **constants
-            ), tile.num_warps, tile.num_stages, registers=tile.registers,
+        selected, tiles = self.selected(by_key), self.tiles(tile, by_key)
+        return self.launcher.launch(
+            Launch(
+                kernel, programs,
+                dict(inputs, BIAS=self.bias, TBIAS=tx.bias, **selected, SEED=self.x.seed, TILES=tiles), self.scalars, outputs,
+                dict(self.constants, BM=tile.block_m, BN=tile.block_n, RAGGED=ragged, **has_tangents(tx), **constants),
+                tile.num_warps, tile.num_stages, tile.registers,
+            )
         )  # fmt: skip
-        return tuple(None if o is None else a for o, a in zip(outputs, got, strict=True))
 
-    def selected(self, by_key: bool) -> tuple:
+    def selected(self, by_key: bool) -> dict[str, Any]:
         """`selection`, of a mask with rows and columns the bits."""
-        mask, *others = self.selection
         if not self.features.mask.matrix:
             return self.selection
         if by_key not in self.packed:
-            rows, columns = (self.key_length, self.query_length) if by_key else (self.query_length, self.key_length)
-            block_m, block_n = (4 * self.word, 1024 // self.word) if by_key else (16, 256)
-            matrices, words = mask.shape[0] * mask.shape[1], visibility.words.fn(columns, self.word)
-            programs = matrices * triton.cdiv(self.query_length, block_m) * triton.cdiv(self.key_length, block_n)
-            (self.packed[by_key],) = self.launcher.launch(
-                visibility.pack, programs, (mask,), self.sizes[2:], [Output((matrices, rows, words), f"int{self.word}")],
-                dict(BM=block_m, BN=block_n, BY_KEY=by_key, FEATURES=self.features), 1, 1,
-            )  # fmt: skip
-        return self.packed[by_key], *others
+            self.packed[by_key] = self._pack(by_key)
+        return self.selection | dict(MASK=self.packed[by_key])
+
+    def _pack(self, by_key: bool) -> Any:
+        mask = self.x.mask
+        rows, columns = (self.key_length, self.query_length) if by_key else (self.query_length, self.key_length)
+        block_m, block_n = (4 * self.word, 1024 // self.word) if by_key else (16, 256)
+        matrices, words = mask.shape[0] * mask.shape[1], visibility.words.fn(columns, self.word)
+        programs = matrices * triton.cdiv(self.query_length, block_m) * triton.cdiv(self.key_length, block_n)
+        launch = Launch(
+            visibility.pack, programs, dict(MASK=mask), dict(LQ=self.query_length, LK=self.key_length),
+            dict(BITS=Output((matrices, rows, words), f"int{self.word}")),
+            dict(BM=block_m, BN=block_n, BY_KEY=by_key, FEATURES=self.features), num_warps=1, num_stages=1,
+        )  # fmt: skip
+        return self.launcher.launch(launch)["BITS"]
 
     def tiles(self, tile: Tile, by_key: bool) -> Any:
         """The list of the tiles in which a mask or segments leave something to see; None without these."""
@@ -154,32 +190,35 @@ class _Call:
         n_blocks, n_tiles = reversed(blocks) if by_key else blocks
         if batch * heads * n_blocks * (n_tiles + 2) >= 2**31:
             raise NotImplementedError("lists of tiles for so many scores would hold more than 2³¹ numbers")
-        (seen,) = self.launcher.launch(
+        look = Launch(
             visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selected(by_key),
-            (*self.sizes, *self.reach, heads), [Output((batch, heads, n_blocks, n_tiles), "int32")],
-            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), 4, 1, registers=80,
+            dict(self.sizes, **self.reach, heads=heads), dict(SEEN=Output((batch, heads, n_blocks, n_tiles), "int32")),
+            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), num_warps=4, num_stages=1,
+            registers=80,
         )  # fmt: skip
-        (listed,) = self.launcher.launch(
-            visibility.list_tiles, batch * heads * n_blocks, (seen,), (n_tiles,),
-            [Output((batch, heads, n_blocks, n_tiles + 2), "int32")], dict(CHUNK=256), 1, 1,
+        listing = Launch(
+            visibility.list_tiles, batch * heads * n_blocks, self.launcher.launch(look), dict(n_tiles=n_tiles),
+            dict(TILES=Output((batch, heads, n_blocks, n_tiles + 2), "int32")), dict(CHUNK=256), num_warps=1, num_stages=1,
         )  # fmt: skip
-        return listed
+        return self.launcher.launch(listing)["TILES"]
 
-    def key_means(self, t_key: Any) -> tuple[Any, Any, Any]:
-        """Of each head a mean key, that of the tangents, None without these, and whether keys, or tangents, have much in common:
-        from every so many keys, 512 at most."""
+    def key_means(self, t_key: Any) -> KeyMeans:
+        """From every so many keys, 512 at most."""
         heads = (self.batch, self.key_heads)
         mean = Output((*heads, self.head_dim), "float32")
         step = max(1, min(8, self.key_length // 32), self.key_length // 512)
         warps = 1 if self.key_length <= 512 else 4  # one has nobody to wait for
         constants = {name: self.constants[name] for name in ("D", "s_k", "UNIT_K", "FEATURES")}
-        means, t_means, common = self.launcher.launch(
-            backward_kernels.key_means, self.batch * self.key_heads, (self.x.key, t_key, self.x.key_lengths),
-            (self.key_heads, self.key_length, *self.scalars[7:9], step),
-            (mean, Output((1,), "float32") if t_key is None else mean, Output(heads, "int32")),
-            dict(constants, BN=8 * warps, HAS_TK=t_key is not None), warps, 1,
+        strides = {name: self.scalars[name] for name in ("s_kb", "s_kh")}
+        launch = Launch(
+            backward_kernels.key_means, self.batch * self.key_heads,
+            dict(K=self.x.key, TK=t_key, K_LENGTHS=self.x.key_lengths),
+            dict(HK=self.key_heads, LK=self.key_length, step=step, **strides),
+            dict(MEAN=mean, T_MEAN=None if t_key is None else mean, COMMON=Output(heads, "int32")),
+            dict(constants, BN=8 * warps, HAS_TK=t_key is not None), num_warps=warps, num_stages=1,
         )  # fmt: skip
-        return means, None if t_key is None else t_means, common
+        got = self.launcher.launch(launch)
+        return KeyMeans(got["MEAN"], got["T_MEAN"], got["COMMON"])
 
     def query_programs(self, tile: Tile) -> int:
         return triton.cdiv(self.query_length, tile.block_m) * self.batch * self.query_heads
@@ -189,7 +228,9 @@ class _Call:
 
 
 def has_tangents(tx: Operands) -> dict[str, bool]:
-    return {name: t is not None for name, t in zip(("HAS_TQ", "HAS_TK", "HAS_TV", "HAS_TBIAS"), tx, strict=False)}
+    return dict(
+        HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None, HAS_TBIAS=tx.bias is not None
+    )  # fmt: skip
 
 
 NO_TANGENT = Operands(None, None, None)
@@ -202,17 +243,24 @@ def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO
 
 def tangent(launcher: Launcher, problem: Problem, x: Operands, log_sum_exp, tx: Operands):
     """(ȯ, μ), linear in tx, from the saved ℓ."""
-    return _forward(_Call(launcher, problem, x), tx, log_sum_exp)[2:]
+    _, _, t_o, mu = _forward(_Call(launcher, problem, x), tx, log_sum_exp)
+    return t_o, mu
 
 
 def _forward(call: _Call, tx: Operands, saved=None):
     dual, linear = any(t is not None for t in tx), saved is not None
     tx = tx._replace(bias=call.padded(tx.bias))
-    t, y, nothing = call.tile("forward_dual" if dual else "forward"), (call.output, call.statistic), (None, None)
-    return call.run(
-        forward_kernels.forward, t, call.query_programs(t), (*call.x[:3], *call.rounded(tx[:3]), saved),
-        (*(nothing if linear else y), *(y if dual else nothing)), tx, NEGATIVE=call.problem.scale < 0, LINEAR=linear,
+    t_q, t_k, t_v = call.rounded(tx[:3])
+    tile = call.tile("forward_dual" if dual else "forward")
+    got = call.run(
+        forward_kernels.forward, tile, call.query_programs(tile),
+        dict(Q=call.x.query, K=call.x.key, V=call.x.value, TQ=t_q, TK=t_k, TV=t_v, SAVED=saved),
+        dict(
+            O=None if linear else call.output, LSE=None if linear else call.statistic,
+            TO=call.output if dual else None, MU=call.statistic if dual else None,
+        ), tx, NEGATIVE=call.problem.scale < 0, LINEAR=linear,
     )  # fmt: skip
+    return got["O"], got["LSE"], got["TO"], got["MU"]
 
 
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
@@ -228,102 +276,111 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
 
 
 def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
-    (o, log_sum_exp), (d_o, d_lse), (t_o, mu), (t_d_o, t_d_lse) = y, cy, ty, tcy
-    dual = any(want_tangent)
+    (_, log_sum_exp), (d_o, d_lse), (_, mu), (t_d_o, t_d_lse) = y, cy, ty, tcy
+    dual, want, want_tangent = any(want_tangent), Operands(*want), Operands(*want_tangent)
     tx = tx._replace(bias=call.padded(tx.bias))
-    lse2, delta, t_delta = _statistics(call, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual)
-    operands = (*call.x[:3], *call.rounded((*tx[:3], d_o, t_d_o)))
+    rows = statistics(call, y, cy, ty, tcy, dual)
+    t_q, t_k, t_v, d_o, t_d_o = call.rounded((*tx[:3], d_o, t_d_o))
+    inputs = dict(
+        Q=call.x.query, K=call.x.key, V=call.x.value, TQ=t_q, TK=t_k, TV=t_v, DO=d_o, TDO=t_d_o, LSE2=rows.lse2, MU=mu,
+        DELTA=rows.delta, T_DELTA=rows.t_delta,
+    )  # fmt: skip
     has = dict(HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None)
     suffix = "_dual" if dual else ""
-    dq = t_dq = d_bias = t_d_bias = None
-    if want[0] or want_tangent[0]:  # first, for it makes δ and δ̇ more exact
-        t = call.tile("query_side" + suffix)
-        means = call.key_means(operands[4] if want_tangent[0] else None)
-        dq, t_dq, delta, t_delta_of_rows = call.run(
-            backward_kernels.query_side, t, call.query_programs(t),
-            (*operands, lse2, mu, delta, t_delta, d_lse, t_d_lse, *means[:2]),
-            [call.query_gradient if w else None for w in (want[0], want_tangent[0])]
-            + [call.statistic, call.statistic if want_tangent[0] else None],
-            tx, WANT_Q=want[0], WANT_TQ=want_tangent[0], HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None,
-            **has,
-        )  # fmt: skip
-        t_delta = t_delta_of_rows if want_tangent[0] else t_delta
-    inputs = (*operands, lse2, mu, delta, t_delta)
-    key_gradients = [None] * 4  # dK, dV and their tangents
-    for wanted in _key_passes(call, (*want[1:3], *want_tangent[1:3])):
-        t = call.tile(("value_side" if dual and not (wanted[0] or wanted[2]) else "key_side") + suffix)
-        like = (call.key_gradient, call.value_gradient) * 2
+    got: dict[str, Any] = {}
+    if want.query or want_tangent.query:  # first, for it makes δ and δ̇ more exact
+        tile = call.tile("query_side" + suffix)
+        means = call.key_means(t_k if want_tangent.query else None)
         got = call.run(
-            backward_kernels.key_side, t, call.key_programs(t), inputs,
-            [g if w else None for g, w in zip(like, wanted, strict=True)], tx, by_key=True,
-            **dict(zip(("WANT_K", "WANT_V", "WANT_TK", "WANT_TV"), wanted, strict=True)), **has,
+            backward_kernels.query_side, tile, call.query_programs(tile),
+            dict(inputs, D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean),
+            dict(
+                D_Q=call.query_gradient if want.query else None, TD_Q=call.query_gradient if want_tangent.query else None,
+                DELTA_OUT=call.statistic, T_DELTA_OUT=call.statistic if want_tangent.query else None,
+            ), tx, WANT_Q=want.query, WANT_TQ=want_tangent.query,
+            HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None, **has,
         )  # fmt: skip
-        key_gradients = [new if w else old for new, old, w in zip(got, key_gradients, wanted, strict=True)]
-    if want[3] or want_tangent[3]:
-        d_bias, t_d_bias = _bias_gradients(
-            call, inputs, tx, (want[3], want_tangent[3]), has, log_sum_exp, (d_lse, t_d_lse)
+        inputs["DELTA"] = got["DELTA_OUT"]
+        if want_tangent.query:
+            inputs["T_DELTA"] = got["T_DELTA_OUT"]
+    for wanted in _key_passes(call, want, want_tangent):
+        values_alone = not (wanted["WANT_K"] or wanted["WANT_TK"])
+        tile = call.tile(("value_side" if dual and values_alone else "key_side") + suffix)
+        outputs = dict(
+            D_K=call.key_gradient if wanted["WANT_K"] else None, D_V=call.value_gradient if wanted["WANT_V"] else None,
+            TD_K=call.key_gradient if wanted["WANT_TK"] else None, TD_V=call.value_gradient if wanted["WANT_TV"] else None,
+        )  # fmt: skip
+        results = call.run(
+            backward_kernels.key_side, tile, call.key_programs(tile), inputs, outputs, tx, by_key=True, **wanted, **has
         )
-    dk, dv, t_dk, t_dv = key_gradients
-    return Operands(dq, dk, dv, d_bias), Operands(t_dq, t_dk, t_dv, t_d_bias)
+        got |= {name: a for name, a in results.items() if a is not None}
+    if want.bias or want_tangent.bias:
+        got |= _bias_gradients(call, inputs, tx, want.bias, want_tangent.bias, has, log_sum_exp, d_lse, t_d_lse)
+    gradients = Operands(*(got.get(name) for name in ("D_Q", "D_K", "D_V", "D_BIAS")))
+    return gradients, Operands(*(got.get(name) for name in ("TD_Q", "TD_K", "TD_V", "TD_BIAS")))
 
 
-def _bias_gradients(call: _Call, inputs, tx: Operands, want: tuple[bool, bool], has, log_sum_exp, of_lse):
-    """The gradient of the bias and its tangent, as far as they are wanted."""
-    bias = call.x.bias
+def _bias_gradients(
+    call: _Call, inputs: Mapping[str, Any], tx: Operands, want: bool, want_tangent: bool, has, log_sum_exp, d_lse, t_d_lse
+) -> dict[str, Any]:  # fmt: skip
+    """The gradient of the bias, D_BIAS, and its tangent, TD_BIAS, as far as they are wanted."""
+    bias, wanted = call.x.bias, dict(D_BIAS=want, TD_BIAS=want_tangent)
     by_row = call.features.bias.rows
     if not call.features.bias.columns:
-        rows = [_row_sums(call, log_sum_exp, d) if w else None for d, w in zip(of_lse, want, strict=True)]
-        return tuple(None if a is None else call.launcher.summed(a, False, bias) for a in rows)
-    t = call.tile("score_side" if not want[1] else "score_side_dual")
+        cotangents = dict(D_BIAS=d_lse, TD_BIAS=t_d_lse)
+        rows = {name: _row_sums(call, log_sum_exp, cotangents[name]) for name, w in wanted.items() if w}
+        return {name: call.launcher.summed(a, False, bias) for name, a in rows.items()}
+    tile = call.tile("score_side_dual" if want_tangent else "score_side")
     if by_row:
         shape, dtype = tuple(bias.shape), dtype_of(bias)
-        shared = (call.batch // bias.shape[0], call.query_heads // bias.shape[1])
+        shared = dict(n_b=call.batch // bias.shape[0], n_h=call.query_heads // bias.shape[1])
     else:
-        shape, dtype, shared = (call.batch, call.query_heads, call.key_length), "float32", (1, 1)
-    blocks = triton.cdiv(call.query_length, t.block_m) if by_row else 1
-    got = call.launcher.launch(
-        bias_kernels.score_side, blocks * triton.cdiv(call.key_length, t.block_n) * shape[0] * shape[1],
-        (*inputs, call.bias, tx.bias, *call.selected(False), call.x.seed), (*call.scalars, *shared),
-        [Output(shape, dtype) if w else PLACEHOLDER for w in want],
+        shape, dtype, shared = (call.batch, call.query_heads, call.key_length), "float32", dict(n_b=1, n_h=1)
+    blocks = triton.cdiv(call.query_length, tile.block_m) if by_row else 1
+    launch = Launch(
+        bias_kernels.score_side, blocks * triton.cdiv(call.key_length, tile.block_n) * shape[0] * shape[1],
+        dict(inputs, BIAS=call.bias, TBIAS=tx.bias, **call.selected(False), SEED=call.x.seed),
+        dict(call.scalars, **shared), {name: Output(shape, dtype) if w else None for name, w in wanted.items()},
         dict(
-            call.constants, BM=t.block_m, BN=t.block_n, WANT=want[0], WANT_T=want[1], **has_tangents(tx), **has
-        ), t.num_warps, t.num_stages,
+            call.constants, BM=tile.block_m, BN=tile.block_n, WANT=want, WANT_T=want_tangent, **has_tangents(tx), **has
+        ), tile.num_warps, tile.num_stages,
     )  # fmt: skip
-    return tuple(
-        None if not w else a if shape == bias.shape else call.launcher.summed(a, True, bias)
-        for a, w in zip(got, want, strict=True)
-    )
+    got = {name: a for name, a in call.launcher.launch(launch).items() if a is not None}
+    return got if shape == bias.shape else {name: call.launcher.summed(a, True, bias) for name, a in got.items()}
 
 
 def _row_sums(call: _Call, log_sum_exp, d_lse):
     n = math.prod(call.statistic.shape)
-    (rows,) = call.launcher.launch(
-        bias_kernels.row_side, triton.cdiv(n, 1024), (log_sum_exp, d_lse), (n,), [call.statistic],
-        dict(BLOCK=1024, HAS_D_LSE=d_lse is not None), 4, 1,
+    launch = Launch(
+        bias_kernels.row_side, triton.cdiv(n, 1024), dict(LSE=log_sum_exp, D_LSE=d_lse), dict(n=n),
+        dict(D_ROWS=call.statistic), dict(BLOCK=1024, HAS_D_LSE=d_lse is not None), num_warps=4, num_stages=1,
     )  # fmt: skip
-    return rows
+    return call.launcher.launch(launch)["D_ROWS"]
 
 
-def _key_passes(call: _Call, wanted: tuple[bool, ...]) -> list[tuple[bool, ...]]:
-    """What of `wanted` = (dK, dV, their tangents) each launch computes: where the registers do not hold them all, first
-    those of the keys, then those of the values, which need fewer products."""
-    if sum(wanted) <= accumulators(call.widest):
-        return [wanted] if any(wanted) else []
-    keys, values = (True, False, True, False), (False, True, False, True)
-    return [tuple(a and b for a, b in zip(wanted, side, strict=True)) for side in (keys, values)]
+def _key_passes(call: _Call, want: Operands, want_tangent: Operands) -> list[dict[str, bool]]:
+    """What of dK, dV and their tangents each launch computes: where the registers do not hold all that is wanted, first those of
+    the keys, then those of the values, which need fewer products."""
+    wanted = dict(WANT_K=want.key, WANT_V=want.value, WANT_TK=want_tangent.key, WANT_TV=want_tangent.value)
+    if sum(wanted.values()) <= accumulators(call.widest):
+        return [wanted] if any(wanted.values()) else []
+    passes = (("WANT_K", "WANT_TK"), ("WANT_V", "WANT_TV"))
+    return [{name: w and name in of_pass for name, w in wanted.items()} for of_pass in passes]
 
 
-def _statistics(call: _Call, o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse, dual: bool):
+def statistics(call: _Call, y, cy, ty, tcy, dual: bool) -> RowStatistics:
+    """By a kernel of its own."""
+    (o, log_sum_exp), (d_o, d_lse), (t_o, _), (t_d_o, t_d_lse) = y, cy, ty, tcy
     block_m = 16 if call.launcher.target == "interpret" else 64
-    return call.launcher.launch(
-        backward_kernels.statistics,
-        triton.cdiv(call.query_length, block_m) * call.batch * call.query_heads,
-        (o, t_o, d_o, t_d_o, log_sum_exp, d_lse, t_d_lse),
-        (call.query_heads, call.query_length),
-        (call.statistic, call.statistic, call.statistic if dual else PLACEHOLDER),
+    launch = Launch(
+        backward_kernels.statistics, triton.cdiv(call.query_length, block_m) * call.batch * call.query_heads,
+        dict(O=o, TO=t_o, DO=d_o, TDO=t_d_o, LSE=log_sum_exp, D_LSE=d_lse, TD_LSE=t_d_lse),
+        dict(HQ=call.query_heads, LQ=call.query_length),
+        dict(LSE2=call.statistic, DELTA=call.statistic, T_DELTA=call.statistic if dual else None),
         dict(
             call.value_constants, BM=block_m, HAS_TANGENT=dual, HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None,
             HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None,
-        ),
-        4, 1,
+        ), num_warps=4, num_stages=1,
     )  # fmt: skip
+    got = call.launcher.launch(launch)
+    return RowStatistics(got["LSE2"], got["DELTA"], got["T_DELTA"])
