@@ -9,7 +9,7 @@ import pytest
 
 from compiled import Recorder, compiled
 from jax_flash_jvp.kernels import jobs as every
-from jax_flash_jvp.kernels.hopper import jobs
+from jax_flash_jvp.kernels.hopper import config, jobs
 from jax_flash_jvp.problem import Operands, Problem
 from uniform_registers import unset_reads
 
@@ -216,8 +216,9 @@ def test_waiting_for_a_part_leaves_warps_together(job):
 def test_tiles_of_shared_blocks_that_a_program_has(heads, length, head_dim, share):
     """Of forward + tangent on 132 multiprocessors: as few as give all of them as many, or halves of a block, and the like."""
     x = Operands(*[jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)] * 3)
-    call = jobs._Call(Recorder(90), Problem(scale=0.1), x, jobs.forward_kernels.forward)
-    assert call.rounds(jobs.FORWARD_DUAL[head_dim], by_key=False)[1] == share
+    call = jobs.HopperCall(Recorder(90), Problem(scale=0.1), x, jobs.forward_kernels.forward)
+    rounds = call.sweep(by_key=False).rounds(config.FORWARD_DUAL[head_dim])
+    assert rounds.shared_tiles_per_program == share
 
 
 def test_hopper_on_another_gpu():

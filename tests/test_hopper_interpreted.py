@@ -15,7 +15,7 @@ import oracle
 from jax_flash_jvp import reference
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.features import Features
-from jax_flash_jvp.kernels.hopper import jobs as hopper
+from jax_flash_jvp.kernels.hopper import config
 from jax_flash_jvp.problem import Operands, Problem
 
 QKV = ("query", "key", "value")
@@ -98,8 +98,8 @@ def test_every_job(shape, causal, late):
 def as_if_long(monkeypatch):
     """Rings are those of long loops, with three warpgroups where they may have them, and loops with masks follow others."""
     for name in ("SHORT", "ONE_LOOP", "LONG"):
-        monkeypatch.setattr(hopper, name, 0)
-    monkeypatch.setattr(hopper, "PAIR_UP_TO", {True: 0, False: 0})
+        monkeypatch.setattr(config, name, 0)
+    monkeypatch.setattr(config, "PAIR_UP_TO", {True: 0, False: 0})
 
 
 @pytest.mark.usefixtures("as_if_long")
@@ -219,8 +219,8 @@ SHARED = {
 
 @pytest.fixture
 def shared_always(monkeypatch):
-    monkeypatch.setattr(hopper, "PART", dict.fromkeys(hopper.PART, -10000))
-    monkeypatch.setattr(hopper, "PAIR_UP_TO", {True: 0, False: 0})
+    monkeypatch.setattr(config, "PART", dict.fromkeys(config.PART, -10000))
+    monkeypatch.setattr(config, "PAIR_UP_TO", {True: 0, False: 0})
 
 
 @pytest.mark.usefixtures("shared_always")
@@ -253,7 +253,7 @@ def test_shared_blocks_have_the_bits_of_others(monkeypatch):
     cotangents, every = (x.query[:, ::-1], None), (True, True, True, False)
 
     def run(part):
-        monkeypatch.setattr(hopper, "PART", dict.fromkeys(hopper.PART, part))
+        monkeypatch.setattr(config, "PART", dict.fromkeys(config.PART, part))
         launcher = gluon_on_numpy.Launcher(multiprocessors=2)
         o, lse, t_o, mu = jobs.forward(launcher, problem(64, False), x, tx)
         along = tx, (t_o, mu), cotangents
@@ -270,7 +270,7 @@ def test_shared_blocks_have_the_bits_of_others(monkeypatch):
 @pytest.mark.parametrize("broken", [False, True], ids=["", "broken"])
 def test_programs_without_a_share_compute_whole_blocks(monkeypatch, broken):
     """Where parts are dear, few programs have any."""
-    monkeypatch.setattr(hopper, "PART", dict.fromkeys(hopper.PART, 100))
+    monkeypatch.setattr(config, "PART", dict.fromkeys(config.PART, 100))
     change = ("gl.minimum(first + call.share, (call.n - call.n_whole) * n_tiles)", "first + call.share")
     launcher = gluon_on_numpy.Launcher(*change if broken else (), multiprocessors=5)
     with pytest.raises((AssertionError, IndexError)) if broken else contextlib.nullcontext():
@@ -291,8 +291,8 @@ def test_blocks_that_programs_share_without_some_tangents(wrt):
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_programs_in_waves(monkeypatch, shared, change):
     """Where rows are not whole sectors of memory, and two arrays are written."""
-    monkeypatch.setattr(hopper, "ROUNDS", 2)
-    monkeypatch.setattr(hopper, "PART", dict.fromkeys(hopper.PART, -10000 if shared else 100000))
+    monkeypatch.setattr(config, "ROUNDS", 2)
+    monkeypatch.setattr(config, "PART", dict.fromkeys(config.PART, -10000 if shared else 100000))
     launcher = gluon_on_numpy.Launcher(*change, multiprocessors=3)
     with pytest.raises(AssertionError) if change else contextlib.nullcontext():
         check(problem(72, False), *operands((2, 250, 140, 4, 4, 72)), launcher=launcher)
@@ -311,7 +311,7 @@ COUNTED = {
 @pytest.mark.parametrize("ahead", [1024, 0], ids=["ahead", ""])
 @pytest.mark.parametrize("shape", COUNTED.values(), ids=COUNTED)
 def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
-    monkeypatch.setattr(hopper, "AHEAD", ahead)
+    monkeypatch.setattr(config, "AHEAD", ahead)
     launcher = gluon_on_numpy.Launcher(multiprocessors=3)
     causal = dataclasses.replace(problem(shape[-1], True), lower_right=shape[1] > shape[2])
     check(causal, *operands(shape), launcher=launcher)
@@ -331,7 +331,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
     ids=["begins-too-late", "does-not-end", "wrongly-sent", "first-heads-again", "resident-rows-not-loaded"],
 )
 def test_a_broken_counter_fails(monkeypatch, old, new):
-    monkeypatch.setattr(hopper, "AHEAD", 0)
+    monkeypatch.setattr(config, "AHEAD", 0)
     shape = COUNTED["keys-nobody-sees" if "AFTER" in old else "heads-left-over"]
     with pytest.raises(AssertionError):
         check(problem(shape[-1], True), *operands(shape), launcher=gluon_on_numpy.Launcher(old, new, multiprocessors=3))
@@ -614,7 +614,7 @@ MUTANTS = {  # and whether it takes late copies to notice
 def several_blocks(request, monkeypatch):
     """Checks several blocks; and where the next one's resident rows are loaded ahead, short ones too, as the ring, if it is full,
     holds that up."""
-    monkeypatch.setattr(hopper, "AHEAD", 1024 if request.param else 0)
+    monkeypatch.setattr(config, "AHEAD", 1024 if request.param else 0)
 
     def check_them(launcher):
         for shape in [(1, 400, 700, 1, 1, 64), (4, 100, 100, 1, 1, 64)][: 1 + request.param]:

@@ -46,7 +46,7 @@ def family(request, monkeypatch):
     if request.param == "hopper":
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("needs a Hopper GPU")
-        monkeypatch.setattr("jax_flash_jvp.kernels.hopper.jobs.faster", lambda *_: True)
+        monkeypatch.setattr("jax_flash_jvp.kernels.hopper.config.faster", lambda *_: True)
     plans.plans.clear()
     yield request.param
     plans.plans.clear()

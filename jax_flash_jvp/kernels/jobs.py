@@ -18,9 +18,10 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
 
     if problem.implementation == "portable" or (launcher.target != 90 and problem.implementation != "hopper"):
         return portable
-    from jax_flash_jvp.kernels.hopper import jobs as hopper  # needs Gluon, which other GPUs do without
+    from jax_flash_jvp.kernels.hopper import config  # needs Gluon, which other GPUs do without
+    from jax_flash_jvp.kernels.hopper import jobs as hopper
 
-    reason = hopper.unserved(launcher, problem, x) if d_o else "a cotangent of the log-sum-exp alone"
+    reason = config.unserved(launcher, problem, x) if d_o else "a cotangent of the log-sum-exp alone"
     if problem.implementation == "hopper":
         if reason is None:
             return hopper
@@ -28,7 +29,7 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
             f"`implementation`='hopper' does not serve {reason}; ask for 'triton', which takes the portable kernels"
         )
     if reason is None:
-        return hopper if hopper.faster(job, launcher, problem, x) else portable
+        return hopper if config.faster(job, launcher, problem, x) else portable
     logger.debug("the portable kernels run: those for Hopper do not serve %s", reason)
     return portable
 

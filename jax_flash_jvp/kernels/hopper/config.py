@@ -1,0 +1,240 @@
+"""How the Hopper kernels are set up, and what they serve: rings and limits, each with the GPU, the date and the lengths L at
+which it was measured.
+
+Widths are those of heads, up to so many channels.  Heads of 65 to 96 channels were measured at 72, mostly at L = 256 too.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import triton
+
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
+from jax_flash_jvp.kernels.hopper.work import DIVISIBLE
+from jax_flash_jvp.kernels.launcher import Launcher
+from jax_flash_jvp.problem import Operands, Problem, dtype_of
+
+GROUP = GROUP_ROWS.value  # resident rows of a consumer warpgroup
+WIDTHS = (32, 64, 96, 128, 192, 256)
+WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
+REGISTERS = {2: 168, 3: 128}  # of a thread, by consumer warpgroups
+
+
+def width_of(head_dim: int) -> int:
+    return next(width for width in WIDTHS if width >= head_dim)
+
+
+# ------------------------------------------------------------------------------------------------ rings
+
+
+class Ring(NamedTuple):
+    """How a kernel streams."""
+
+    tile: int  # streamed rows
+    slots: int  # tiles in flight
+    turns: bool  # do warpgroups issue their products in turn?
+    groups: int = 2  # consumer warpgroups
+    deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
+    late: bool = False  # and its dP behind the softmax, not with the scores
+    split: bool = False  # all warpgroups have the same resident rows, each a part of the columns of their sums
+
+    @property
+    def height(self) -> int:
+        """Resident rows of a block, in those of a warpgroup."""
+        return 1 if self.split else self.groups
+
+
+Split = functools.partial(Ring, split=True)
+
+FORWARD = {
+    32: Ring(128, 8, True, 3),  # H200, 2026-11-23, L = 8192
+    64: Ring(128, 6, True, 3),  # H200, 2026-11-22, L = 8192
+    96: Ring(128, 6, True),  # H100, 2026-11-24, L = 256 and 8192
+    128: Ring(128, 4, True),  # H200, 2026-11-22, L = 8192
+    192: Ring(64, 4, False),  # H100, 2026-11-26, L = 1024 and 8192
+    256: Ring(64, 4, False),  # likewise
+}
+FORWARD_DUAL = {
+    32: Ring(128, 8, False),  # H200, 2026-11-23, L = 8192
+    64: Ring(128, 8, True),  # H200, 2026-11-22, L = 8192
+    96: Ring(64, 8, True),  # H100, 2026-11-24, L = 256 and 8192
+    128: Ring(64, 8, True),  # H200, 2026-11-22, L = 8192
+    192: Split(
+        32, 14, True
+    ),  # H100, 2026-11-26, L = 1024 and 8192: 0.25 to 0.31 of the portable kernels' time at 256 channels
+    256: Split(32, 10, True),  # likewise; without turns 1.03 to 1.07 of the time
+}
+
+# The backward's by width and by what is wanted: gradients alone ("plain"), these and their tangents ("dual"), tangents
+# alone ("tangent").  All four sums of the key side together do not fit the registers above 64 channels, nor two above
+# 128: then a launch for those of the values, another for those of the keys.
+KEY_SIDE = {
+    (32, "plain"): Ring(64, 8, True, 3),  # H200, 2026-11-23, L = 8192
+    (32, "dual"): Ring(32, 16, False, 3),  # likewise
+    (32, "tangent"): Ring(64, 16, False),  # not measured
+    # H100, 2026-11-25, L = 256 to 16,384: 0.92 of the time at 2048 and 8192, 0.97 at 256, with both deferred and late
+    (64, "plain"): Ring(64, 8, True, 3, deferred=True, late=True),
+    (64, "dual"): Ring(32, 16, False),  # H200, 2026-11-22, L = 8192
+    (64, "tangent"): Ring(64, 8, False),  # likewise
+    # H100, 2026-11-25, L = 256 to 16,384: 0.84 to 0.87 of the time at 72 channels and 0.91 to 0.94 at 128 by being deferred
+    (96, "plain"): Ring(64, 6, True, deferred=True),
+    (128, "plain"): Ring(64, 6, True, deferred=True),
+    (96, "tangent"): Ring(32, 12, True),  # H200, 2026-11-22, L = 8192
+    (128, "tangent"): Ring(
+        32, 12, True, deferred=True
+    ),  # H100, 2026-11-25, L = 256 to 16,384: 0.91 to 0.93 of the time
+}
+VALUES = {
+    (96, "dual"): Ring(64, 12, False),  # H200, 2026-11-22, L = 8192
+    (128, "dual"): Ring(64, 8, True),  # likewise
+    (192, "plain"): Ring(64, 4, False),  # H100, 2026-11-26, L = 1024 and 8192
+    (256, "plain"): Ring(64, 4, False),  # likewise
+    (192, "dual"): Split(32, 14, True),  # likewise: 0.2 to 0.24 of the portable kernels' time at 256 channels
+    (256, "dual"): Split(32, 10, False),  # likewise; with turns 1.04 to 1.21 of the time
+    (192, "tangent"): Split(32, 14, True),  # not measured: as "dual"
+    (256, "tangent"): Split(32, 10, False),  # likewise
+}
+KEYS = {
+    (96, "dual"): Ring(32, 12, False),  # H200, 2026-11-22, L = 8192
+    # H100, 2026-11-25, L = 256 to 16,384: 0.94 to 0.98 of the time by being deferred, 0.99 at 256
+    (128, "dual"): Ring(32, 12, True, deferred=True),
+    (192, "plain"): Ring(64, 4, False),  # H100, 2026-11-26, L = 1024 and 8192
+    (256, "plain"): Ring(64, 3, False),  # likewise; six slots of 32 rows take 1.0 to 1.05 of the time
+    (192, "dual"): Split(32, 10, False),  # likewise; with turns 0.9 to 1.05 of the time
+    (256, "dual"): Split(32, 6, False),  # likewise; with turns 1.04 to 1.21 of the time
+    (192, "tangent"): Split(32, 10, False),  # not measured: as "dual"
+    (256, "tangent"): Split(32, 6, False),  # likewise
+}
+QUERY_SIDE = {
+    (32, "plain"): Ring(64, 12, True, 3),  # H200, 2026-11-23, L = 8192
+    (32, "dual"): Ring(64, 16, False),  # likewise
+    (32, "tangent"): Ring(64, 16, False),  # not measured
+    (64, "plain"): Ring(64, 12, True, 3),  # H200, 2026-11-24, L = 8192
+    (64, "dual"): Ring(64, 12, False),  # H200, 2026-11-22, L = 8192
+    (64, "tangent"): Ring(64, 10, False),  # likewise
+    (96, "plain"): Ring(128, 6, True),  # H100, 2026-11-24, L = 256 and 8192
+    (96, "dual"): Ring(32, 12, False),  # H200, 2026-11-22, L = 8192
+    (96, "tangent"): Ring(64, 8, False),  # H100, 2026-11-24, L = 256 and 8192
+    (128, "plain"): Ring(64, 6, True, 3),  # H200, 2026-11-24, L = 8192
+    (128, "dual"): Ring(32, 8, True),  # H200, 2026-11-22, L = 8192
+    (128, "tangent"): Ring(64, 6, False),  # likewise
+    (192, "plain"): Ring(64, 4, False),  # H100, 2026-11-26, L = 1024 and 8192
+    (256, "plain"): Ring(64, 3, False),  # likewise; six slots of 32 rows take 1.03 of the time at 8192, causal 1.06
+    (192, "dual"): Split(32, 10, True),  # likewise
+    (256, "dual"): Split(32, 6, False),  # likewise; with turns 1.04 to 1.21 of the time
+    (192, "tangent"): Split(32, 10, True),  # not measured: as "dual"
+    (256, "tangent"): Split(32, 6, False),  # likewise
+}
+
+# With two warpgroups another tile, and so where blocks are not alike.  H200, 2026-11-23, L = 8192.
+WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
+# In loops over more than LONG rows.  H100, 2026-11-25, L = 256 to 16,384: the plain query side at 64 channels takes 0.95
+# to 0.98 of the time, at 512 and 1024 1.02 to 1.03; the dual key side there 0.93 to 0.96, at 512 and 1024 1.03.
+LONG = 1024
+IN_LONG_LOOPS = {
+    Ring(64, 12, True, 3): Ring(64, 12, True, 3, deferred=True),
+    Ring(32, 16, False): Ring(32, 16, True, deferred=True),
+}
+# Where blocks differ and a row sees at most SHORT others, or those of its segment: smaller tiles and blocks, of which less is
+# computed in vain.  H100, 2026-11-26, L = 256 to 8192.
+SHORT = 512
+IN_SHORT_LOOPS = {
+    Ring(128, 8, True, 3): Ring(64, 16, True),
+    Ring(128, 6, True, 3): Ring(64, 12, True),
+    Ring(128, 6, True): Ring(64, 12, True),
+    Ring(128, 4, True): Ring(64, 8, True),
+    Ring(128, 8, True): Ring(64, 16, True),
+    Ring(64, 6, True, 3): Ring(64, 8, True),
+    Ring(64, 12, True, 3): Ring(64, 12, True),
+    Ring(64, 8, True, 3): Ring(64, 8, True),
+    Ring(64, 8, True, 3, deferred=True, late=True): Ring(64, 8, True),
+}
+
+# ------------------------------------------------------------------------------------------------ limits of schedules
+
+# How much longer two warpgroups take for the same rows, where three are in the table.  H200, 2026-11-22.
+PAIR_FOR_THREE = 1.15
+# Keys up to which the forward takes two even so, by whether blocks are alike.  H100, 2026-11-26.
+PAIR_UP_TO = {True: 1024, False: 3072}
+# Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
+# that matters less, blocks go to whichever multiprocessor is free.  H200, 2026-11-23.
+PERSISTENT = {"forward": 8192, "backward": 4096}
+# Streamed rows up to which a program has loaded the next block's resident rows as well, if there is room.  H100,
+# 2026-11-25: 0.85 of the time of the plain forward at 64 channels and L = 256.
+AHEAD = 1024
+# Streamed rows up to which, or in windows of up to so many, there is one loop, with masks: the instructions of a second,
+# for tiles that need none, would take longer to come than masks do.  H100, 2026-11-26.
+ONE_LOOP = 1024
+# Keys up to which the query side of the dual backward makes the row statistics, as that of the plain one always does.  H100,
+# 2026-11-25: 0.94 to 1.0 of the time, at 8192 0.99 to 1.03.
+STATISTICS_DUAL = 1024
+# In loops over fewer than DRIFT_BELOW rows, where rows end within a sector of memory, of so many channels, programs that
+# read the same rows drift apart until the rows have left the L2 cache: where two arrays are written, so that a program
+# has ROUNDS blocks to twice as many, or where resident rows are loaded ahead.  H100, 2026-11-24: 0.71 to 0.98 of the time
+# at 72 channels and L = 256.
+DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
+# Blocks that would leave multiprocessors without one at the end are shared, where that saves more than it costs: as long
+# as it takes to stream so many rows, for each part of a block but one.  H100, 2026-11-26, L = 512 to 16,384: 0.62 to 0.99
+# of the time.
+PART = {"forward": 256, "backward": 160}
+# With which programs take no blocks from a counter.  H100, 2026-11-26: 1.0 to 1.1 of the time with it, with windows up to 1.25.
+STATIC = {FORWARD[64], KEYS[128, "dual"]}
+
+# ------------------------------------------------------------------------------------------------ what is served
+
+# The shortest sequences, by width and job, for which these kernels are faster than the portable ones.  H200 and H100,
+# 2026-11-26.
+FROM: dict[int, dict[str, int]] = {
+    32: dict(forward=1024, forward_dual=512, backward=1024, backward_dual=512),
+    64: dict(forward=512, forward_dual=128, backward=1024, backward_dual=512),
+    96: dict(forward=512, forward_dual=128, backward=512, backward_dual=128),
+    128: dict(forward=512, forward_dual=128, backward=512, backward_dual=128),
+    192: dict(forward=128, forward_dual=128, backward=128, backward_dual=128),
+    256: dict(forward=128, forward_dual=128, backward=256, backward_dual=128),
+}
+# Those where every multiprocessor has a block.
+FROM_IF_MANY: dict[int, dict[str, int]] = {
+    32: dict(forward=128, forward_dual=64, backward=128, backward_dual=128),
+    64: dict(forward=128, forward_dual=64, backward=128, backward_dual=64),
+    96: dict(forward=64, forward_dual=64, backward=128, backward_dual=64),
+    128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
+    192: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
+    256: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
+}
+SERVED = ("query", "key", "value", "mask", "query_lengths", "key_lengths", "query_segments", "key_segments")
+
+
+def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
+    """What of this call, which the portable kernels serve, these do not, or None."""
+    if launcher.target != 90:
+        return "this GPU"
+    if not launcher.descriptors:
+        return "this launcher, which has no TMA descriptors"
+    if dtype_of(x.query) not in ("float16", "bfloat16"):
+        return f"{dtype_of(x.query)} arrays"
+    for name, a in x._asdict().items():
+        if a is not None and name not in SERVED:
+            return f"`{name}`"
+    if problem.soft_cap is not None:
+        return "a soft cap"
+    if x.value.shape[-1] != x.query.shape[-1]:
+        return "a `value` whose channels differ from those of `query`"
+    if problem.scale < 1e-30:  # its reciprocal is to be a float32 too
+        return "a `scale` that is not positive, or next to nothing"
+    rows = max(x.query.shape[1] * x.query.shape[2], x.key.shape[1] * x.key.shape[2]) * x.query.shape[0]
+    if rows // GROUP + x.query.shape[0] * x.query.shape[2] >= DIVISIBLE:
+        return "so many rows"
+    if any(s % 8 for a in x[:3] for s in launcher.strides(a)[:-1]):
+        return "strides that are not multiples of 16 bytes"
+    return None
+
+
+def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
+    """Than the portable kernels?"""
+    (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
+    width = width_of(head_dim)
+    many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
+    if job == "forward" and x.query_segments is not None and width <= 64:
+        return False
+    return min(queries, keys) >= (FROM_IF_MANY if many else FROM)[width][job]

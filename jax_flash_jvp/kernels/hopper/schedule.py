@@ -1,0 +1,131 @@
+"""Which programs compute what, and with which ring: decided on the host, from lengths and features alone."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import triton
+
+from jax_flash_jvp.kernels.features import Features
+from jax_flash_jvp.kernels.hopper import config
+from jax_flash_jvp.kernels.hopper.config import GROUP, Ring
+from jax_flash_jvp.kernels.hopper.work import DIVISIBLE
+
+
+class Rounds(NamedTuple):
+    """How the blocks of a launch fill a GPU."""
+
+    time: float  # that all take, as multiples of one block's
+    shared_tiles_per_program: int  # of the last blocks, for that; 0 where these are not shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    programs: int
+    concurrent: int  # of these; more come in waves, one behind the other
+    whole_blocks: int  # that one program each computes; the others are shared
+    shared_tiles_per_program: int  # of the shared blocks
+    # a program for every block; for every multiprocessor, with blocks whose numbers are given beforehand, or taken from a
+    # counter, or with part of a shared block besides
+    mode: Literal["block", "persistent", "dynamic", "shared"]
+    ahead: bool = False  # resident rows of the next block are loaded while one is computed, if there is room
+
+    def features(self) -> dict[str, bool]:
+        """The fields of `Features` that say so to the kernel."""
+        return dict(
+            persistent=self.mode != "block", dynamic=self.mode == "dynamic", shared=self.mode == "shared",
+            waves=self.programs > self.concurrent, ahead=self.ahead,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What a kernel computes: blocks of resident rows, each in a loop over the tiles of streamed rows."""
+
+    kernel: Literal["forward", "backward"]
+    by_key: bool  # are the resident rows keys and values, or else queries?
+    head_dim: int
+    resident: int  # rows of a head
+    heads: int  # of resident rows, in all batch entries
+    streamed: int  # rows of a head
+    group: int  # heads of streamed rows for one of resident rows
+    seen: int  # streamed rows that a resident one sees, or that see it, at most
+    features: Features
+    counted: bool  # may programs take blocks from a counter?
+    multiprocessors: int | None
+
+    @property
+    def alike(self) -> bool:
+        """Are all blocks?  Where nothing but the ragged end is masked."""
+        f = self.features
+        return not (f.left or f.right or f.lengths or f.tiles.present)
+
+    @property
+    def one_loop(self) -> bool:
+        """Do the tiles that need no mask go with the others?  Not where lengths cut tiles, which are cleaned, nor, in the
+        backward, where masks or segments are read."""
+        if self.alike or self.features.lengths or (self.features.tiles.present and self.kernel == "backward"):
+            return False
+        return self.seen <= config.ONE_LOOP
+
+    def blocks(self, ring: Ring) -> int:
+        return triton.cdiv(self.resident, GROUP * ring.height) * self.heads
+
+    def tiles(self, ring: Ring) -> int:
+        """That a block visits."""
+        return triton.cdiv(self.streamed, ring.tile) * self.group
+
+    def length(self, ring: Ring) -> int:
+        """Of the loop over these, in rows."""
+        return self.tiles(ring) * ring.tile
+
+    def rounds(self, ring: Ring) -> Rounds:
+        blocks, n_tiles = self.blocks(ring), self.tiles(ring)
+        concurrent = self.multiprocessors or 1
+        whole, rest = divmod(blocks, concurrent)
+        least = triton.cdiv(rest * n_tiles, concurrent)
+        if self.alike and 0 < least < n_tiles and concurrent * n_tiles < DIVISIBLE:
+            others = lambda share: -(-n_tiles // share) - 1 + (n_tiles % share > 0)  # parts of a block but one, at most
+            tiles = lambda share: share + config.PART[self.kernel] / ring.tile * others(share)
+            even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer parts
+            share = min((least, *even), key=tiles)
+            shared = whole + tiles(share) / n_tiles
+            if shared < whole + 1:
+                return Rounds(shared, share)
+        return Rounds(whole + (rest > 0), 0)
+
+    def ring(self, ring: Ring) -> Ring:
+        """What becomes of a ring of the table: loops may be short or long, blocks of which there are lists have a power of two of
+        rows, and two warpgroups may leave fewer multiprocessors without a block than three."""
+        listed = self.features.tiles.present
+        if not self.alike and not self.features.mask.present and (self.seen <= config.SHORT or listed):
+            ring = config.IN_SHORT_LOOPS.get(ring, ring)
+        elif self.length(ring) > config.LONG:
+            ring = config.IN_LONG_LOOPS.get(ring, ring)
+        if ring.groups == 3:
+            pair = config.WITH_TWO.get(ring, ring._replace(groups=2))
+            two, three = (self.rounds(r).time * r.groups for r in (pair, ring))
+            few = self.kernel == "forward" and self.seen <= config.PAIR_UP_TO[self.alike]
+            other_tile = ring in config.WITH_TWO and not self.alike
+            if few or listed or other_tile or two * config.PAIR_FOR_THREE < three:
+                return pair
+        return ring
+
+    def drifts(self, ring: Ring) -> bool:
+        """Do programs that read the same rows drift apart?"""
+        return self.head_dim % config.SECTOR > 0 and self.length(ring) < config.DRIFT_BELOW
+
+    def schedule(self, ring: Ring, written: int) -> Schedule:
+        """Of a kernel that writes so many arrays of rows."""
+        blocks, length, drifts = self.blocks(ring), self.length(ring), self.drifts(ring)
+        concurrent = self.multiprocessors or blocks
+        waves = max(1, blocks // concurrent // config.ROUNDS) if drifts and written > 1 else 1
+        ahead = length <= config.AHEAD and (written > 1 or not drifts)
+        if self.counted and not self.alike and blocks > concurrent and ring not in config.STATIC:
+            return Schedule(concurrent, concurrent, blocks, 0, "dynamic", ahead)
+        share = self.rounds(ring).shared_tiles_per_program
+        if share:
+            whole = blocks // concurrent * concurrent
+            return Schedule(waves * concurrent, concurrent, whole, share, "shared", ahead)
+        if self.alike and blocks > concurrent and length <= config.PERSISTENT[self.kernel]:
+            return Schedule(waves * concurrent, concurrent, blocks, 0, "persistent", ahead)
+        return Schedule(blocks, blocks, blocks, 0, "block")
