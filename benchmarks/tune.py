@@ -82,7 +82,7 @@ class Case:
             Tile(64, 32, 4, 2), lambda: jobs.forward(self.launcher, self.problem, self.x, self.tx)
         )
         self.y, self.ty = (o, lse), (t_o, mu)
-        call = jobs._Call(self.launcher, self.problem, self.x)
+        call = jobs.PortableCall(self.launcher, self.problem, self.x)
         self.rows = jobs.statistics(call, self.y, (self.d_o, None), self.ty, (self.t_d_o, None), True)
 
     def _with(self, tile: Tile, call):
@@ -116,7 +116,7 @@ class Case:
         try:
             dual = any(want_t)
             tangents = (tx, self.ty, (self.t_d_o, None)) if dual else (jobs.NO_TANGENT, (None, None), (None, None))
-            call = jobs._Call(launcher, problem, x)
+            call = jobs.PortableCall(launcher, problem, x)
             a, b = jobs._backward(call, self.y, (self.d_o, None), *tangents, want, want_t)
         finally:
             jobs.statistics = original

@@ -101,12 +101,12 @@ def _mask(wanted: Any) -> Mask:
 
 
 @forward.def_jvp
-def _(args, tangents, *, problem):
+def forward_jvp(args, tangents, *, problem):
     return forward_fused(args[0], tangents[0], problem=problem)
 
 
 @forward.def_transpose
-def _(x, *, wanted, cotangent, problem):
+def forward_transpose(x, *, wanted, cotangent, problem):
     """Of attention itself, as a linear function of the values: what `jax.linear_transpose` and linear solvers ask for."""
     if any(wanted[:2]) or any(wanted[3:]):
         raise ValueError("attention is linear in `value` alone: it cannot be transposed in other operands")
@@ -120,7 +120,7 @@ def _(x, *, wanted, cotangent, problem):
 
 
 @forward_dual.def_jvp
-def _(args, tangents, *, problem):
+def forward_dual_jvp(args, tangents, *, problem):
     (x, tx), (xd, txd) = args, tangents
     out = y, _ = forward_fused(x, tx, problem=problem)
     if all_none(xd):
@@ -129,7 +129,7 @@ def _(args, tangents, *, problem):
 
 
 @tangent.def_jvp
-def _(args, tangents, *, problem):
+def tangent_jvp(args, tangents, *, problem):
     (x, y, tx), (xd, _, txd) = args, tangents
     ty = tangent(x, y, tx, problem=problem)
     if all_none(xd):
@@ -138,12 +138,12 @@ def _(args, tangents, *, problem):
 
 
 @tangent.def_transpose
-def _(x, y, *, wanted, cotangent, problem):
+def tangent_transpose(x, y, *, wanted, cotangent, problem):
     return backward(x, y, cotangent, problem=problem, want=_mask(wanted))
 
 
 @second.def_transpose
-def _(x, tx, out, *, wanted, cotangent, problem):
+def second_transpose(x, tx, out, *, wanted, cotangent, problem):
     (y, ty), (cy, cty), (want, want_t) = out, cotangent, map(_mask, wanted)
     if all_none(cty):
         return backward(x, y, cy, problem=problem, want=want), None
@@ -154,7 +154,7 @@ def _(x, tx, out, *, wanted, cotangent, problem):
 
 
 @second.def_dce
-def _(args, used, *, problem):
+def second_dce(args, used, *, problem):
     """The transposition of a scan makes zero cotangents of tangents into arrays; where it then drops what depends on
     them, the consistency step keeps its plain kernels."""
     x, _, (y, _), (xd, _) = args
@@ -168,7 +168,7 @@ forward_fused = tie(forward, forward_dual, tangent, saved_name=SAVED_NAME, split
 
 
 @backward.def_jvp
-def _(args, tangents, *, problem, want):
+def backward_jvp(args, tangents, *, problem, want):
     (x, y, cy), (xd, yd, cyd) = args, tangents
     if all_none(xd):
         dx = backward(x, y, cy, problem=problem, want=want)
@@ -179,12 +179,12 @@ def _(args, tangents, *, problem, want):
 
 
 @backward.def_transpose
-def _(x, y, *, wanted, cotangent, problem, want):
+def backward_transpose(x, y, *, wanted, cotangent, problem, want):
     return tangent(x, y, cotangent, problem=problem)
 
 
 @backward.def_dce
-def _(args, used, *, problem, want):
+def backward_dce(args, used, *, problem, want):
     """Gradients that nobody wants are not computed."""
     if all(used):
         return None
@@ -194,7 +194,7 @@ def _(args, used, *, problem, want):
 
 
 @backward_tangent.def_transpose
-def _(x, y, cty, dtx, *, wanted, cotangent, problem, want):
+def backward_tangent_transpose(x, y, cty, dtx, *, wanted, cotangent, problem, want):
     """The linear map is (ẋ, Ġ) → tangent of backward(x, y, H): its transpose at c sends Ġ to tangent(c), and x to the
     tangent along c of the gradient, by the symmetry of second derivatives."""
     want_x, _, want_cy = wanted
@@ -231,7 +231,7 @@ def attend(problem: Problem, *x: Any) -> tuple[Any, Any]:
 
 
 @functools.partial(attend.defjvp, symbolic_zeros=True)
-def _(problem, x, tx):
+def attend_jvp(problem, x, tx):
     tx = Operands(*[None if is_zero(t) else t for t in tx[:DIFFERENTIABLE]])
     if all_none(tx):
         y = forward(Operands(*x), problem=problem)

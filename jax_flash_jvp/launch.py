@@ -313,7 +313,7 @@ class JaxTriton(_Contiguous):
         return launch.results(self.jax_triton.triton_call(*arguments, **options, **launch.constants))
 
     def _descriptor(self, rows: Rows) -> Any:
-        from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
+        from jax_flash_jvp.kernels.hopper.ring import shared_layout
 
         if rows.array is None:
             return None

@@ -349,7 +349,7 @@ def row_maximum(s: Array) -> Array:
 
 
 @row_maximum.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def row_maximum_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     """JAX's own rule divides by zero where XLA computes `s` a second time, and rounds it otherwise than its maximum."""
     (s,), (t_s,) = primals, tangents
     maximum = row_maximum(s)

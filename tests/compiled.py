@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
+from jax_flash_jvp.kernels.hopper.ring import shared_layout
 from jax_flash_jvp.kernels.launcher import Launch, Rows
 
 # The most shared memory that a block may ask for, in bytes, by compute capability.

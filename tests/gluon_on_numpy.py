@@ -379,7 +379,7 @@ def _standing_in(modules):
 def emulated(old="", new=""):
     """The modules of the kernels by name, with that change in their source."""
     modules, found = {m.__name__: m for m in (experimental, gluon, language, ampere, hopper)}, False
-    for name in ("products", "pipeline", "work", "counter", "visibility", "handover", "forward", "backward"):
+    for name in ("products", "ring", "programs", "visibility", "forward", "backward"):
         spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
         source = spec.loader.get_source(spec.name)
         found |= old in source
@@ -436,5 +436,5 @@ class Launcher:
             for place.program in range(grid):
                 function(**given, **constants)
         if constants["FEATURES"].dynamic:
-            assert named["PARTS"][0] == 0, "a counter has not ended"
+            assert named["EXCHANGE"][0] == 0, "a counter has not ended"
         return named

@@ -159,7 +159,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     assert f"st.global.{vector}.b32" in resources.ptx  # results, sixteen bytes a thread, of rows of 32 bytes eight
     if kind in ("whole", "persistent", "ahead"):  # others clean tiles in shared memory
         # nor do results come from there, where row statistics do before the first product
-        made = features.statistics
+        made = features.makes_statistics
         assert "st.shared.v4" not in (resources.ptx.rpartition("wgmma.mma_async")[2] if made else resources.ptx)
 
 

@@ -219,7 +219,7 @@ SHARED = {
 
 @pytest.fixture
 def shared_always(monkeypatch):
-    monkeypatch.setattr(config, "PART", dict.fromkeys(config.PART, -10000))
+    monkeypatch.setattr(config, "FRAGMENT", dict.fromkeys(config.FRAGMENT, -10000))
     monkeypatch.setattr(config, "PAIR_UP_TO", {True: 0, False: 0})
 
 
@@ -253,7 +253,7 @@ def test_shared_blocks_have_the_bits_of_others(monkeypatch):
     cotangents, every = (x.query[:, ::-1], None), (True, True, True, False)
 
     def run(part):
-        monkeypatch.setattr(config, "PART", dict.fromkeys(config.PART, part))
+        monkeypatch.setattr(config, "FRAGMENT", dict.fromkeys(config.FRAGMENT, part))
         launcher = gluon_on_numpy.Launcher(multiprocessors=2)
         o, lse, t_o, mu = jobs.forward(launcher, problem(64, False), x, tx)
         along = tx, (t_o, mu), cotangents
@@ -270,8 +270,8 @@ def test_shared_blocks_have_the_bits_of_others(monkeypatch):
 @pytest.mark.parametrize("broken", [False, True], ids=["", "broken"])
 def test_programs_without_a_share_compute_whole_blocks(monkeypatch, broken):
     """Where parts are dear, few programs have any."""
-    monkeypatch.setattr(config, "PART", dict.fromkeys(config.PART, 100))
-    change = ("gl.minimum(first + call.share, (call.n - call.n_whole) * n_tiles)", "first + call.share")
+    monkeypatch.setattr(config, "FRAGMENT", dict.fromkeys(config.FRAGMENT, 100))
+    change = ("gl.minimum(first + ints.shared_tiles, (ints.n - ints.n_whole) * n_tiles)", "first + ints.shared_tiles")
     launcher = gluon_on_numpy.Launcher(*change if broken else (), multiprocessors=5)
     with pytest.raises((AssertionError, IndexError)) if broken else contextlib.nullcontext():
         check(problem(128, False), *operands((1, 768, 512, 1, 1, 128)), launcher=launcher)
@@ -292,13 +292,13 @@ def test_blocks_that_programs_share_without_some_tangents(wrt):
 def test_programs_in_waves(monkeypatch, shared, change):
     """Where rows are not whole sectors of memory, and two arrays are written."""
     monkeypatch.setattr(config, "ROUNDS", 2)
-    monkeypatch.setattr(config, "PART", dict.fromkeys(config.PART, -10000 if shared else 100000))
+    monkeypatch.setattr(config, "FRAGMENT", dict.fromkeys(config.FRAGMENT, -10000 if shared else 100000))
     launcher = gluon_on_numpy.Launcher(*change, multiprocessors=3)
     with pytest.raises(AssertionError) if change else contextlib.nullcontext():
         check(problem(72, False), *operands((2, 250, 140, 4, 4, 72)), launcher=launcher)
         alone = Features(persistent=True, shared=shared)
         both = dataclasses.replace(alone, ahead=True, waves=True)
-        launched = {(name, dataclasses.replace(f, statistics=False), n) for name, f, n in launcher.launched}
+        launched = {(name, dataclasses.replace(f, makes_statistics=False), n) for name, f, n in launcher.launched}
         assert {(name, *launch) for name in ("forward", "backward") for launch in ((alone, 3), (both, 6))} <= launched
 
 
@@ -322,8 +322,8 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("counted(COUNTER, call.at_once, BEGIN)", "counted(COUNTER, call.at_once + 1, BEGIN)"),
-        ("call.n + call.at_once - 1", "call.n + call.at_once"),
+        ("counted(COUNTER, ints.concurrent, BEGIN)", "counted(COUNTER, ints.concurrent + 1, BEGIN)"),
+        ("ints.n + ints.concurrent - 1", "ints.n + ints.concurrent"),
         ("index(at.slot).store(number)", "index(at.slot).store(number - 1)"),
         ("return block, first + i_head", "return block, i_head"),
         ("if AFTER and FEATURES.dynamic:", "if False:"),
@@ -338,7 +338,7 @@ def test_a_broken_counter_fails(monkeypatch, old, new):
 
 
 def test_division_by_multiplication():
-    work = gluon_on_numpy.emulated()[f"{gluon_on_numpy.PACKAGE}.work"]
+    work = gluon_on_numpy.emulated()[f"{gluon_on_numpy.PACKAGE}.programs"]
     draw = np.random.default_rng(0)
     for n in (*range(1, 100), *draw.integers(100, work.DIVISIBLE, 1000)):
         multiples = draw.integers(0, work.DIVISIBLE // n, 100) * n
@@ -351,12 +351,12 @@ def test_division_by_multiplication():
 
 
 SHARED_MUTANTS = {
-    "a-tile-lost": ("gl.minimum(first + call.share,", "gl.minimum(first + call.share - 1,"),
+    "a-tile-lost": ("gl.minimum(first + ints.shared_tiles,", "gl.minimum(first + ints.shared_tiles - 1,"),
     "handed-over-to-another-warpgroup": ("(program * GROUPS + w)", "program * GROUPS"),
-    "first-part-left-out": ("divided(block * n_tiles, call", "divided((block + 1) * n_tiles, call"),
+    "first-part-left-out": ("divided(block * n_tiles, ints", "divided((block + 1) * n_tiles, ints"),
     "parts-for-others-lost": ("(wave == 0) & (over > 0)", "wave < 0"),
-    "waits-for-itself": ("since, in_wave(call, FEATURES))", "since, in_wave(call, FEATURES) + 1)"),
-    "nothing-said": ("flags(part, sums, statistics, C, SAY)", "pass"),
+    "waits-for-itself": ("since, in_wave(ints, FEATURES))", "since, in_wave(ints, FEATURES) + 1)"),
+    "nothing-said": ("flags(fragment, sums, row_values, C, SAY)", "pass"),
     "weights-ignored": ("increased(scaled(sums[0], a_0), a_1, b_x)", "increased(sums[0], a_1, b_x)"),
     "weights-without-a-tangent-ignored": (
         "increased(scaled(sums[0], a_0), a_1, stored",
@@ -369,8 +369,8 @@ SHARED_MUTANTS = {
 RESUMED_MUTANTS = {  # where a part is gone on with
     "twice": ("range(work.since + work.resumed", "range(work.since"),
     "from-zeros": ("sums = some\n", "pass\n"),
-    "without-statistics": ("        statistics = stored_statistics(", "        _ = stored_statistics("),
-    "of-another": ("part_of(PARTS, work.since, w", "part_of(PARTS, work.since + 1, w"),
+    "without-statistics": ("        row_values = stored_row_values(", "        _ = stored_row_values("),
+    "of-another": ("fragment_at(EXCHANGE, work.since, w", "fragment_at(EXCHANGE, work.since + 1, w"),
 }
 
 
@@ -500,11 +500,13 @@ def test_tiles_that_a_block_visits(side, padded, one_loop):
             zip((LQ, LK), ends, strict=True) if by_query else zip((LK, LQ), ends[::-1], strict=True)
         )
         n = -(-resident // ROWS)
-        reciprocals = map(module("work").reciprocal, (n, 1, 1, 1, 8, 1))
-        call = module("work").Call(*map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0, n, *reciprocals)))
+        reciprocals = map(module("programs").reciprocal, (n, 1, 1, 1, 8, 1))
+        call = module("programs").Integers(
+            *map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0, n, *reciprocals))
+        )
         nothing, *arrays = (pointer(np.array([end], np.int32)) for end in (0, *ends))
         selection = visibility.Selection(nothing, *arrays, nothing, nothing, nothing)
-        given = dict(D=64, GROUPS=2, HEIGHT=2, BN=T, T=T, ROW=by_query, MASKS=True, FEATURES=features)
+        given = dict(D=64, GROUPS=2, HEIGHT=2, BN=T, T=T, ROW=by_query, HAS_MASKED=True, FEATURES=features)
         options = kernel.Options(**{name: given.get(name, False) for name in kernel.Options._fields})
         for b in range(n):
             block = kernel.own(number(b), call, selection, options)
@@ -597,7 +599,11 @@ MUTANTS = {  # and whether it takes late copies to notice
         "mbarrier.arrive(next_turn, count=1)",
         False,
     ),
-    "late-product-of-what-is-not-there": ("if LATE:\n                        wait(full, e_at)", "if LATE:\n", True),
+    "late-product-of-what-is-not-there": (
+        "if LATE_DP:\n                        wait(full, e_at)",
+        "if LATE_DP:\n",
+        True,
+    ),
     "outputs-not-waited-for": ("wait(memory.full, at)", "pass", True),
     "outputs-of-other-rows": ("row + I // KINDS * GROUP_ROWS", "row", False),
     "outputs-of-another-warpgroup": ("I // KINDS == i_w", "I // KINDS == 0", False),

@@ -209,7 +209,7 @@ def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):
     """Row sums are handed over with the sums."""
     from jax_flash_jvp.kernels.hopper import config
 
-    monkeypatch.setattr(config, "PART", dict.fromkeys(config.PART, -10000))
+    monkeypatch.setattr(config, "FRAGMENT", dict.fromkeys(config.FRAGMENT, -10000))
     launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors)
     check_hopper(launcher, (16, 4))
     assert any(features.shared for name, features, _ in launcher.launched if name == "backward")

@@ -170,7 +170,7 @@ def _descriptor(rows: Rows) -> Any:
 
 @functools.cache
 def _layout(block, dtype: torch.dtype) -> Any:
-    from jax_flash_jvp.kernels.hopper.pipeline import shared_layout
+    from jax_flash_jvp.kernels.hopper.ring import shared_layout
 
     return shared_layout(block, str(dtype).removeprefix("torch."))
 

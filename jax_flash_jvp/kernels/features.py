@@ -46,10 +46,10 @@ class Features:
     waves: bool = False  # programs come in waves, each of one for every multiprocessor
     shared: bool = False  # the last blocks are shared among programs, tile by tile
     deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
-    late: bool = False  # and its dP behind the softmax, not with the scores
+    late_dp: bool = False  # and its dP behind the softmax, not with the scores
     one_loop: bool = False  # tiles that need no mask go with the others
     last_first: bool = False  # blocks go from the last to the first
-    statistics: bool = False  # the query side makes those of its rows
+    makes_statistics: bool = False  # the query side makes those of its rows
 
     @property
     def lengths(self) -> bool:

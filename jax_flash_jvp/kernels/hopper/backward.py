@@ -11,8 +11,8 @@ and, with w = ṡ − μ,  ṡ = a ḃᵀ + ȧ bᵀ,  ḋs = p∘(c ėᵀ + ċ e
 
 ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side.  That takes the excess of the row
 sums of dS and ḋS off its results and, for the key side, off δ and δ̇ (README.md, "Rounding").  It may make the statistics too, ℓ
-in base 2, δ and δ̇ (`statistics`): then o and ȯ of its rows come through the ring, before anything is streamed.  Statistics of
-streamed rows come through shared memory, by the producer.  A tile of b and of ḃ lie one below the other, so that
+in base 2, δ and δ̇ (`makes_statistics`): then o and ȯ of its rows come through the ring, before anything is streamed.
+Statistics of streamed rows come through shared memory, by the producer.  A tile of b and of ḃ lie one below the other, so that
 one product has both a bᵀ and a ḃᵀ, with half the reading of a; c eᵀ and c ėᵀ likewise.  The sums of ṡ and of ḋp begin with
 what is taken off or added.
 """
@@ -24,28 +24,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from jax_flash_jvp.kernels.hopper.counter import begun, queue, received, taken
-from jax_flash_jvp.kernels.hopper.handover import hand_over, resumed, with_others
-from jax_flash_jvp.kernels.hopper.pipeline import (
-    Cursor,
-    advance,
-    barriers,
-    clean,
-    copy_async,
-    described,
-    expect,
-    give_back,
-    inner,
-    load,
-    load_resident,
-    load_tile,
-    matrix,
-    resident_buffers,
-    rows_from,
-    slot_before,
-    tiles,
-    wait,
-)
 from jax_flash_jvp.kernels.hopper.products import (
     GROUP_ROWS,
     LOG2E,
@@ -71,17 +49,53 @@ from jax_flash_jvp.kernels.hopper.products import (
     without_mean,
     zeroed,
 )
+from jax_flash_jvp.kernels.hopper.programs import (
+    Integers,
+    aligned,
+    divided,
+    finish,
+    first_block,
+    hand_over,
+    in_wave,
+    item,
+    items,
+    next_block,
+    own_block,
+    queue,
+    received_block,
+    resume,
+)
+from jax_flash_jvp.kernels.hopper.ring import (
+    Cursor,
+    advance,
+    barriers,
+    clean,
+    copy_async,
+    described,
+    expect,
+    give_back,
+    inner,
+    load,
+    load_resident,
+    load_tile,
+    matrix,
+    resident_buffers,
+    rows_from,
+    slot_before,
+    tiles,
+    wait,
+)
 from jax_flash_jvp.kernels.hopper.visibility import (
     Bounds,
     Selection,
     bits,
     first_tile,
     has_loop,
+    has_masked_tiles,
     hide,
     key_bounds,
     lengths,
     looked_up,
-    masks,
     next_tile,
     range_of,
     selected,
@@ -89,13 +103,12 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, aligned, divided, in_wave, item, items, own_block
 
 # constants: HEIGHT is that of a block in rows of a warpgroup; USE_… of c, w and the tangents follow from which there are and what
 # is wanted
 Options = namedtuple(
     "Options",
-    "C T SLOTS GROUPS HEIGHT BUFFERS ROW OUTPUTS PER_SLOT TURNS FEATURES MASKS USE_C USE_W USE_TA USE_TB "
+    "C T SLOTS GROUPS HEIGHT BUFFERS ROW OUTPUTS PER_SLOT TURNS FEATURES HAS_MASKED USE_C USE_W USE_TA USE_TB "
     "USE_TC USE_TE HAS_D_LSE HAS_TD_LSE WANT_A WANT_C WANT_TA WANT_TC",
 )
 Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
@@ -104,7 +117,7 @@ Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the
 Statistics = namedtuple("Statistics", "LSE2 MU DELTA T_DELTA D_LSE TD_LSE KEY_MEAN T_KEY_MEAN COMMON")
 # shared: resident rows, the ring, statistics of streamed rows, and the barriers of each
 Memory = namedtuple("Memory", "a c ta tc ring a_full a_empty full empty stats s_full s_empty turn queue")
-Results = namedtuple("Results", "DA DC TDA TDC PARTS LSE2 DELTA T_DELTA")
+Results = namedtuple("Results", "DA DC TDA TDC EXCHANGE LSE2 DELTA T_DELTA")
 # an `item`: of the resident rows the number of the block, batch entry and head; of the streamed ones the first head and how
 # many; ends of queries and of keys, bounds of what is streamed
 Block = namedtuple("Block", "work i_block i_b i_a i_stream group query_end key_end bounds")
@@ -147,31 +160,31 @@ def excess_of(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE: gl.constexpr):
 
 
 @gluon.jit
-def tiles_in_all(call, options):
+def tiles_in_all(ints, options):
     """Of a block."""
     if options.ROW:
-        return gl.cdiv(call.LK, options.T)
+        return gl.cdiv(ints.LK, options.T)
     else:
-        return gl.cdiv(call.LQ, options.T) * call.GROUP
+        return gl.cdiv(ints.LQ, options.T) * ints.GROUP
 
 
 @gluon.jit
-def own(i, call, selection, options):
+def own(i, ints, selection, options):
     T: gl.constexpr = options.T
     ROW: gl.constexpr = options.ROW
     FEATURES: gl.constexpr = options.FEATURES
     ROWS: gl.constexpr = options.HEIGHT * GROUP_ROWS
-    HQ, GROUP, LQ, LK, left, right = call.HQ, call.GROUP, call.LQ, call.LK, call.left, call.right
+    HQ, GROUP, LQ, LK, left, right = ints.HQ, ints.GROUP, ints.LQ, ints.LK, ints.left, ints.right
     HA = HQ if ROW else HQ // GROUP
-    work = item(i, call, tiles_in_all(call, options), FEATURES)
-    i_block, i_ba = own_block(work.block, call, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
-    i_b, i_a = divided(i_ba, HA, call.of_heads)
+    work = item(i, ints, tiles_in_all(ints, options), FEATURES)
+    i_block, i_ba = own_block(work.block, ints, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
+    i_b, i_a = divided(i_ba, HA, ints.of_heads)
     a_row = i_block * ROWS
-    query_end, key_end = lengths(i_b, call, selection, FEATURES)
+    query_end, key_end = lengths(i_b, ints, selection, FEATURES)
     if ROW:
         group = 1
         i_stream = i_a // GROUP
-        start, first, whole, stop = key_bounds(a_row, ROWS, key_end, call, FEATURES)
+        start, first, whole, stop = key_bounds(a_row, ROWS, key_end, ints, FEATURES)
     else:
         group = GROUP
         i_stream = i_a * GROUP
@@ -193,15 +206,15 @@ def own(i, call, selection, options):
 
 
 @gluon.jit
-def visits_of_head(i_g, block, call, selection, options):
+def visits_of_head(i_g, block, ints, selection, options):
     """The tiles to visit for a query head, the i_g-th of a group."""
     T: gl.constexpr = options.T
     FEATURES: gl.constexpr = options.FEATURES
-    n_blocks = gl.cdiv(call.LQ if options.ROW else call.LK, options.HEIGHT * GROUP_ROWS)
-    n_tiles = gl.cdiv(call.LK if options.ROW else call.LQ, T)
+    n_blocks = gl.cdiv(ints.LQ if options.ROW else ints.LK, options.HEIGHT * GROUP_ROWS)
+    n_tiles = gl.cdiv(ints.LK if options.ROW else ints.LQ, T)
     i_h = block.i_a if options.ROW else block.i_stream + i_g
     visits = visits_of(
-        selection, block.i_b, i_h, call, block.i_block, n_blocks, n_tiles, block.bounds, T, options.MASKS, FEATURES
+        selection, block.i_b, i_h, ints, block.i_block, n_blocks, n_tiles, block.bounds, T, options.HAS_MASKED, FEATURES
     )  # fmt: skip
     if FEATURES.shared:
         visits = within(visits, block.work, i_g, block.group, not options.ROW)
@@ -291,12 +304,12 @@ def statistics_of_outputs(i_w: gl.constexpr, at, own_rows, memory, options, LAYO
 
 
 @gluon.jit
-def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options):
+def produce_block(i, at, s_at, a_at, arrays, statistics, memory, ints, selection, options):
     T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
     FEATURES: gl.constexpr = options.FEATURES
-    HQ, LQ = call.HQ, call.LQ
-    block = own(i, call, selection, options)
+    HQ, LQ = ints.HQ, ints.LQ
+    block = own(i, ints, selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
     # as in forward.py; o is of no use without d_o, which must not wait for slots that o takes
@@ -308,10 +321,10 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
         load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     first = 1
     for MASKED in gl.static_range(2):
-        if has_loop(MASKED, options.MASKS, FEATURES):
+        if has_loop(MASKED, options.HAS_MASKED, FEATURES):
             for i_g in range(block.group):
                 i_h = block.i_stream + i_g
-                visits = visits_of_head(i_g, block, call, selection, options)
+                visits = visits_of_head(i_g, block, ints, selection, options)
                 t_first, t_end = range_of(visits, MASKED)
                 for t in range(t_first, t_end):
                     row = tile_at(t, visits, MASKED, FEATURES) * T
@@ -333,25 +346,25 @@ def produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection
 
 
 @gluon.jit
-def produce(arrays, statistics, COUNTER, memory, call, selection, options):
+def produce(arrays, statistics, COUNTER, memory, ints, selection, options):
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 1)
     s_at = Cursor(0, 1)
     a_at = Cursor(0, 1)
     if FEATURES.dynamic:
-        i = begun(COUNTER, call)
+        i = first_block(COUNTER, ints)
         i_at = Cursor(0, 1)
-        while i < call.n:
-            at, s_at = produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options)
+        while i < ints.n:
+            at, s_at = produce_block(i, at, s_at, a_at, arrays, statistics, memory, ints, selection, options)
             a_at = advance(a_at, options.BUFFERS)
-            i, i_at = taken(COUNTER, memory.queue, i_at, call)
+            i, i_at = next_block(COUNTER, memory.queue, i_at, ints)
     elif FEATURES.persistent:
-        first, end = items(call, tiles_in_all(call, options), FEATURES)
-        for i in range(first, end, call.at_once):
-            at, s_at = produce_block(i, at, s_at, a_at, arrays, statistics, memory, call, selection, options)
+        first, end = items(ints, tiles_in_all(ints, options), FEATURES)
+        for i in range(first, end, ints.concurrent):
+            at, s_at = produce_block(i, at, s_at, a_at, arrays, statistics, memory, ints, selection, options)
             a_at = advance(a_at, options.BUFFERS)
     else:
-        produce_block(gl.program_id(0), at, s_at, a_at, arrays, statistics, memory, call, selection, options)
+        produce_block(gl.program_id(0), at, s_at, a_at, arrays, statistics, memory, ints, selection, options)
 
 
 @gluon.jit
@@ -393,7 +406,7 @@ def all_four(some, zero, options):
 
 @gluon.jit
 def consume_block(
-    i, i_w: gl.constexpr, b_at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options
+    i, i_w: gl.constexpr, b_at, s_at, tick, a_at, memory, statistics, results, scale, ints, selection, options
 ):  # fmt: skip
     C: gl.constexpr = options.C
     T: gl.constexpr = options.T
@@ -430,16 +443,16 @@ def consume_block(
     # a tile's last product, of ḋS or else of dS with b, is issued with the next tile's scores: nobody waits for it alone
     DEFERRED: gl.constexpr = FEATURES.deferred and (WANT_TA or (WANT_A and not WANT_TC))
     gl.static_assert(not DEFERRED or SLOTS >= 4, "a tile is kept until e of the next is there")
-    LATE: gl.constexpr = FEATURES.late and USE_C  # dP is issued behind the softmax, which has its registers
-    gl.static_assert(not LATE or not WANT_TA, "of gradients alone")
+    LATE_DP: gl.constexpr = FEATURES.late_dp and USE_C  # dP is issued behind the softmax, which has its registers
+    gl.static_assert(not LATE_DP or not WANT_TA, "of gradients alone")
     # row sums of dS and of ḋS, where these are multiplied with keys or their tangents, if keys have a part in common
     SUM_DS: gl.constexpr = ROW and N_DS > 0
     SUM_TDS: gl.constexpr = ROW and WANT_TA
     dtype: gl.constexpr = memory.a[0].dtype
-    HQ, GROUP, LQ, LK = call.HQ, call.GROUP, call.LQ, call.LK
+    HQ, GROUP, LQ, LK = ints.HQ, ints.GROUP, ints.LQ, ints.LK
     HA = HQ if ROW else HQ // GROUP
     LA = LQ if ROW else LK
-    block = own(i, call, selection, options)
+    block = own(i, ints, selection, options)
     i_b, i_a, query_end, key_end = block.i_b, block.i_a, block.query_end, block.key_end
     a_start = (block.i_block * options.HEIGHT + i_w % options.HEIGHT) * GROUP_ROWS
     none = sums(OWN)
@@ -451,8 +464,8 @@ def consume_block(
     if ROW:
         common = gl.load(statistics.COMMON + i_b * (HQ // GROUP) + block.i_stream)
     if FEATURES.shared:
-        some, rows = resumed(
-            results.PARTS, block.work, i_w, GROUPS, wanted(b_da, b_dc, b_tda, b_tdc, options),
+        some, rows = resume(
+            results.EXCHANGE, block.work, i_w, GROUPS, wanted(b_da, b_dc, b_tda, b_tdc, options),
             summed_rows(b_r, b_tr, SUM_DS, SUM_TDS, x_l), WIDEST,
         )  # fmt: skip
         b_da, b_dc, b_tda, b_tdc = all_four(some, none, options)
@@ -486,11 +499,11 @@ def consume_block(
     end_a = query_end if ROW else key_end
     end_b = key_end if ROW else query_end
     for MASKED in gl.static_range(2):
-        if has_loop(MASKED, options.MASKS, FEATURES):
+        if has_loop(MASKED, options.HAS_MASKED, FEATURES):
             for i_g in range(block.group):
-                visits = visits_of_head(i_g, block, call, selection, options)
+                visits = visits_of_head(i_g, block, ints, selection, options)
                 i_h = i_a if ROW else block.i_stream + i_g
-                sight = selected(selection, i_b, i_h, call, query_end, key_end, ROW, FEATURES)
+                sight = selected(selection, i_b, i_h, ints, query_end, key_end, ROW, FEATURES)
                 t_first, t_end = range_of(visits, MASKED)
                 if DEFERRED:
                     last = gl.convert_layout(zero.to(dtype), p_l)  # there is no tile before the first
@@ -529,9 +542,9 @@ def consume_block(
                         b_s = score_product(a, bb, zeros, False)  # [64, 2 T]
                     else:
                         b_s = score_product(a, b, zero, False)  # [64, T]
-                    if not LATE:
+                    if not LATE_DP:
                         wait(full, e_at)
-                    if USE_C and not LATE:
+                    if USE_C and not LATE_DP:
                         c = matrix(memory.c, z)
                         if USE_TE and WANT_TA:
                             b_dp = score_product(c, ee, zeros, False)
@@ -547,10 +560,10 @@ def consume_block(
                         if WANT_TA:
                             b_tda, last, b_s = settled_before(b_tda, last, b_s, parts(C))
                         else:
-                            b_da, last, b_s = settled_before(b_da, last, b_s, 0 if LATE else parts(C))
+                            b_da, last, b_s = settled_before(b_da, last, b_s, 0 if LATE_DP else parts(C))
                         mbarrier.arrive(empty.index(slot), count=1, pred=t > t_first)
                     else:
-                        b_s = warpgroup_mma_wait(parts(C) if USE_C and not LATE else 0, deps=[b_s])
+                        b_s = warpgroup_mma_wait(parts(C) if USE_C and not LATE_DP else 0, deps=[b_s])
                     b_ts = zero
                     if USE_TB:
                         b_s, b_ts = halves(b_s)
@@ -558,7 +571,7 @@ def consume_block(
                     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
                     if N_P > 0:
                         p = gl.convert_layout(b_p.to(dtype), p_l)
-                    if LATE:
+                    if LATE_DP:
                         wait(full, e_at)
                         b_dp = score_product(matrix(memory.c, z), e, zero, False)
                     if USE_W:
@@ -657,17 +670,17 @@ def consume_block(
 
     # worked out again, where the loop has no registers for it
     again = i if C <= 64 and not FEATURES.shared else i + (tick >> 30)
-    block = own(again, call, selection, options)
+    block = own(again, ints, selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_start = (block.i_block * options.HEIGHT + i_w % options.HEIGHT) * GROUP_ROWS
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
     gradients = wanted(b_da, b_dc, b_tda, b_tdc, options)
     rows = summed_rows(b_r, b_tr, SUM_DS, SUM_TDS, x_l)
     if FEATURES.shared:
-        gradients, rows = with_others(results.PARTS, block.work, i_w, GROUPS, gradients, rows, WIDEST, True)
+        gradients, rows = finish(results.EXCHANGE, block.work, i_w, GROUPS, gradients, rows, WIDEST, True)
     if block.work.handed_over:
         if FEATURES.shared:
-            hand_over(results.PARTS, in_wave(call, FEATURES), i_w, GROUPS, gradients, rows, WIDEST)
+            hand_over(results.EXCHANGE, in_wave(ints, FEATURES), i_w, GROUPS, gradients, rows, WIDEST)
     else:
         if ROW:
             x = (i_b * HA + i_a).to(gl.int64) * LA + o_a
@@ -703,7 +716,7 @@ def consume_block(
 
 
 @gluon.jit
-def consume(i_w: gl.constexpr, memory, statistics, results, scale, call, selection, options):
+def consume(i_w: gl.constexpr, memory, statistics, results, scale, ints, selection, options):
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 0)
     s_at = Cursor(0, 0)
@@ -712,26 +725,26 @@ def consume(i_w: gl.constexpr, memory, statistics, results, scale, call, selecti
     if FEATURES.dynamic:
         i = gl.program_id(0)
         i_at = Cursor(0, 0)
-        while i < call.n:
+        while i < ints.n:
             at, s_at, tick = consume_block(
-                i, i_w, at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options
+                i, i_w, at, s_at, tick, a_at, memory, statistics, results, scale, ints, selection, options
             )  # fmt: skip
             a_at = advance(a_at, options.BUFFERS)
-            i, i_at = received(memory.queue, i_at)
+            i, i_at = received_block(memory.queue, i_at)
     elif FEATURES.persistent:
-        first, end = items(call, tiles_in_all(call, options), FEATURES)
-        for i in range(first, end, call.at_once):
+        first, end = items(ints, tiles_in_all(ints, options), FEATURES)
+        for i in range(first, end, ints.concurrent):
             at, s_at, tick = consume_block(
-                i, i_w, at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options
+                i, i_w, at, s_at, tick, a_at, memory, statistics, results, scale, ints, selection, options
             )  # fmt: skip
             a_at = advance(a_at, options.BUFFERS)
     else:
         i = gl.program_id(0)
-        consume_block(i, i_w, at, s_at, tick, a_at, memory, statistics, results, scale, call, selection, options)
+        consume_block(i, i_w, at, s_at, tick, a_at, memory, statistics, results, scale, ints, selection, options)
 
 
 @gluon.jit
-def program(arrays, statistics, results, scale, call, selection, options):
+def program(arrays, statistics, results, scale, ints, selection, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
@@ -761,27 +774,27 @@ def program(arrays, statistics, results, scale, call, selection, options):
     memory = Memory(a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn, numbers)
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, memory, statistics, results, scale, call, selection, options)),
-            (consume, (1, memory, statistics, results, scale, call, selection, options)),
-            (produce, (arrays, statistics, results.PARTS, memory, call, selection, options)),
+            (consume, (0, memory, statistics, results, scale, ints, selection, options)),
+            (consume, (1, memory, statistics, results, scale, ints, selection, options)),
+            (produce, (arrays, statistics, results.EXCHANGE, memory, ints, selection, options)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, memory, statistics, results, scale, call, selection, options)),
-            (consume, (1, memory, statistics, results, scale, call, selection, options)),
-            (consume, (2, memory, statistics, results, scale, call, selection, options)),
-            (produce, (arrays, statistics, results.PARTS, memory, call, selection, options)),
+            (consume, (0, memory, statistics, results, scale, ints, selection, options)),
+            (consume, (1, memory, statistics, results, scale, ints, selection, options)),
+            (consume, (2, memory, statistics, results, scale, ints, selection, options)),
+            (produce, (arrays, statistics, results.EXCHANGE, memory, ints, selection, options)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
-@gluon.jit(do_not_specialize_on_alignment=Call._fields)
+@gluon.jit(do_not_specialize_on_alignment=Integers._fields)
 def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, o_d, to_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r, o_r, to_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES,
     LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON,
-    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
-    of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
-    DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT,
+    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
+    of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
+    DA, DC, TDA, TDC, EXCHANGE, LSE2_OUT, DELTA_OUT, T_DELTA_OUT,
     C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr,
     ROW: gl.constexpr, TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr, HAS_TE: gl.constexpr,
@@ -795,7 +808,7 @@ def backward(
     USE_TC: gl.constexpr = HAS_TC and WANT_TA
     USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
     # 64 rows of o and of ȯ, so many times for a block, so many in a slot
-    OUTPUTS: gl.constexpr = HEIGHT * (2 if WANT_TA else 1) if FEATURES.statistics else 0
+    OUTPUTS: gl.constexpr = HEIGHT * (2 if WANT_TA else 1) if FEATURES.makes_statistics else 0
     PER_SLOT: gl.constexpr = T * (2 if USE_TB or USE_TE else 1) // GROUP_ROWS
     PAIRS: gl.constexpr = SLOTS // (2 if USE_TB or USE_TE else 1)
     RESIDENT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
@@ -807,15 +820,15 @@ def backward(
             described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
             described(o_d, o_r), described(to_d, to_r),
         ), Statistics(LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON),
-        Results(DA, DC, TDA, TDC, PARTS, LSE2_OUT, DELTA_OUT, T_DELTA_OUT), scale,
-        Call(
-            n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
-            of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
+        Results(DA, DC, TDA, TDC, EXCHANGE, LSE2_OUT, DELTA_OUT, T_DELTA_OUT), scale,
+        Integers(
+            n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
+            of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
         ),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
             C, T, PAIRS, GROUPS, HEIGHT, BUFFERS, ROW, OUTPUTS, PER_SLOT, TURNS, FEATURES,
-            masks(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, HAS_D_LSE, HAS_TD_LSE,
+            has_masked_tiles(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, HAS_D_LSE, HAS_TD_LSE,
             WANT_A, WANT_C, WANT_TA, WANT_TC,
         ),
     )  # fmt: skip

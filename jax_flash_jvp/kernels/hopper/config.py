@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
-from jax_flash_jvp.kernels.hopper.work import DIVISIBLE
+from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE
 from jax_flash_jvp.kernels.launcher import Launcher
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
@@ -36,7 +36,7 @@ class Ring(NamedTuple):
     turns: bool  # do warpgroups issue their products in turn?
     groups: int = 2  # consumer warpgroups
     deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
-    late: bool = False  # and its dP behind the softmax, not with the scores
+    late_dp: bool = False  # and its dP behind the softmax, not with the scores
     split: bool = False  # all warpgroups have the same resident rows, each a part of the columns of their sums
 
     @property
@@ -73,8 +73,8 @@ KEY_SIDE = {
     (32, "plain"): Ring(64, 8, True, 3),  # H200, 2026-11-23, L = 8192
     (32, "dual"): Ring(32, 16, False, 3),  # likewise
     (32, "tangent"): Ring(64, 16, False),  # not measured
-    # H100, 2026-11-25, L = 256 to 16,384: 0.92 of the time at 2048 and 8192, 0.97 at 256, with both deferred and late
-    (64, "plain"): Ring(64, 8, True, 3, deferred=True, late=True),
+    # H100, 2026-11-25, L = 256 to 16,384: 0.92 of the time at 2048 and 8192, 0.97 at 256, with both deferred and late dP
+    (64, "plain"): Ring(64, 8, True, 3, deferred=True, late_dp=True),
     (64, "dual"): Ring(32, 16, False),  # H200, 2026-11-22, L = 8192
     (64, "tangent"): Ring(64, 8, False),  # likewise
     # H100, 2026-11-25, L = 256 to 16,384: 0.84 to 0.87 of the time at 72 channels and 0.91 to 0.94 at 128 by being deferred
@@ -148,7 +148,7 @@ IN_SHORT_LOOPS = {
     Ring(64, 6, True, 3): Ring(64, 8, True),
     Ring(64, 12, True, 3): Ring(64, 12, True),
     Ring(64, 8, True, 3): Ring(64, 8, True),
-    Ring(64, 8, True, 3, deferred=True, late=True): Ring(64, 8, True),
+    Ring(64, 8, True, 3, deferred=True, late_dp=True): Ring(64, 8, True),
 }
 
 # ------------------------------------------------------------------------------------------------ limits of schedules
@@ -175,9 +175,9 @@ STATISTICS_DUAL = 1024
 # at 72 channels and L = 256.
 DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # Blocks that would leave multiprocessors without one at the end are shared, where that saves more than it costs: as long
-# as it takes to stream so many rows, for each part of a block but one.  H100, 2026-11-26, L = 512 to 16,384: 0.62 to 0.99
+# as it takes to stream so many rows, for each fragment of a block but one.  H100, 2026-11-26, L = 512 to 16,384: 0.62 to 0.99
 # of the time.
-PART = {"forward": 256, "backward": 160}
+FRAGMENT = {"forward": 256, "backward": 160}
 # With which programs take no blocks from a counter.  H100, 2026-11-26: 1.0 to 1.1 of the time with it, with windows up to 1.25.
 STATIC = {FORWARD[64], KEYS[128, "dual"]}
 

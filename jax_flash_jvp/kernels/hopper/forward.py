@@ -15,24 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from jax_flash_jvp.kernels.hopper.counter import begun, queue, received, taken
-from jax_flash_jvp.kernels.hopper.handover import hand_over, resumed, with_others
-from jax_flash_jvp.kernels.hopper.pipeline import (
-    Cursor,
-    advance,
-    barriers,
-    clean,
-    described,
-    expect,
-    give_back,
-    load_resident,
-    load_tile,
-    matrix,
-    resident_buffers,
-    rows_from,
-    tiles,
-    wait,
-)
 from jax_flash_jvp.kernels.hopper.products import (
     GROUP_ROWS,
     LN2,
@@ -59,17 +41,49 @@ from jax_flash_jvp.kernels.hopper.products import (
     width,
     zeroed,
 )
+from jax_flash_jvp.kernels.hopper.programs import (
+    Integers,
+    aligned,
+    divided,
+    finish,
+    first_block,
+    hand_over,
+    in_wave,
+    item,
+    items,
+    next_block,
+    own_block,
+    queue,
+    received_block,
+    resume,
+)
+from jax_flash_jvp.kernels.hopper.ring import (
+    Cursor,
+    advance,
+    barriers,
+    clean,
+    described,
+    expect,
+    give_back,
+    load_resident,
+    load_tile,
+    matrix,
+    resident_buffers,
+    rows_from,
+    tiles,
+    wait,
+)
 from jax_flash_jvp.kernels.hopper.visibility import (
     Bounds,
     Selection,
     bits,
     first_tile,
     has_loop,
+    has_masked_tiles,
     hide,
     key_bounds,
     lengths,
     looked_up,
-    masks,
     next_tile,
     range_of,
     selected,
@@ -78,52 +92,53 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     visits_of,
     within,
 )
-from jax_flash_jvp.kernels.hopper.work import Call, aligned, divided, in_wave, item, items, own_block
 
 # constants; HEIGHT is that of a block in rows of a warpgroup
-Options = namedtuple("Options", "C BN SLOTS GROUPS HEIGHT BUFFERS TURNS MASKS FEATURES HAS_TQ HAS_TK HAS_TV LINEAR")
+Options = namedtuple(
+    "Options", "C BN SLOTS GROUPS HEIGHT BUFFERS TURNS HAS_MASKED FEATURES HAS_TQ HAS_TK HAS_TV LINEAR"
+)
 Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors, of the parts of each
 # shared: resident rows, the ring, barriers, numbers of blocks
 Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn queue")
-Results = namedtuple("Results", "O LSE TO MU PARTS")  # the last between programs: parts of blocks, or a counter
+Results = namedtuple("Results", "O LSE TO MU EXCHANGE")  # the last between programs: fragments of blocks, or a counter
 # an `item`: of it batch entry, query head, first query (then that of a warpgroup), what is seen, tiles to visit
 Block = namedtuple("Block", "work i_b i_h row sight visits")
 
 
 @gluon.jit
-def tiles_in_all(call, options):
+def tiles_in_all(ints, options):
     """Of a block."""
-    return gl.cdiv(call.LK, options.BN)
+    return gl.cdiv(ints.LK, options.BN)
 
 
 @gluon.jit
-def queries_of(i, call, options):
+def queries_of(i, ints, options):
     """(batch entry, query head, number of the block of queries, its `item`)."""
-    work = item(i, call, tiles_in_all(call, options), options.FEATURES)
-    n_m = gl.cdiv(call.LQ, options.HEIGHT * GROUP_ROWS)
-    i_m, i_bh = own_block(work.block, call, n_m, True, options.FEATURES)
-    i_b, i_h = divided(i_bh, call.HQ, call.of_heads)
+    work = item(i, ints, tiles_in_all(ints, options), options.FEATURES)
+    n_m = gl.cdiv(ints.LQ, options.HEIGHT * GROUP_ROWS)
+    i_m, i_bh = own_block(work.block, ints, n_m, True, options.FEATURES)
+    i_b, i_h = divided(i_bh, ints.HQ, ints.of_heads)
     return i_b, i_h, i_m, work
 
 
 @gluon.jit
-def own(i, call, selection, options):
+def own(i, ints, selection, options):
     BN: gl.constexpr = options.BN
     FEATURES: gl.constexpr = options.FEATURES
     ROWS: gl.constexpr = options.HEIGHT * GROUP_ROWS
-    i_b, i_h, i_m, work = queries_of(i, call, options)
+    i_b, i_h, i_m, work = queries_of(i, ints, options)
     q_row = i_m * ROWS
-    query_end, key_end = lengths(i_b, call, selection, FEATURES)
-    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, call, FEATURES)
+    query_end, key_end = lengths(i_b, ints, selection, FEATURES)
+    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, ints, FEATURES)
     if FEATURES.query_lengths:
         if q_row >= query_end:
             stop = 0
     bounds = Bounds(start, first, whole, stop)
-    n_m, n_tiles = gl.cdiv(call.LQ, ROWS), tiles_in_all(call, options)
-    visits = visits_of(selection, i_b, i_h, call, i_m, n_m, n_tiles, bounds, BN, options.MASKS, FEATURES)
+    n_m, n_tiles = gl.cdiv(ints.LQ, ROWS), tiles_in_all(ints, options)
+    visits = visits_of(selection, i_b, i_h, ints, i_m, n_m, n_tiles, bounds, BN, options.HAS_MASKED, FEATURES)
     if FEATURES.shared:
         visits = within(visits, work, 0, 1, False)
-    sight = selected(selection, i_b, i_h, call, query_end, key_end, True, FEATURES)
+    sight = selected(selection, i_b, i_h, ints, query_end, key_end, True, FEATURES)
     return Block(work, i_b, i_h, q_row, sight, visits)
 
 
@@ -141,19 +156,19 @@ def load_queries(arrays, i_b, i_h, row, memory, q_at, options):
 
 
 @gluon.jit
-def produce_block(i, at, q_at, arrays, memory, call, selection, options):
+def produce_block(i, at, q_at, arrays, memory, ints, selection, options):
     BN: gl.constexpr = options.BN
     SLOTS: gl.constexpr = options.SLOTS
     FEATURES: gl.constexpr = options.FEATURES
-    _, i_b, i_h, q_row, _, visits = own(i, call, selection, options)
-    i_k = i_h // call.GROUP
+    _, i_b, i_h, q_row, _, visits = own(i, ints, selection, options)
+    i_k = i_h // ints.GROUP
     # one block after the other: behind the first tiles, where there is room for these alone while queries are still needed
     AFTER: gl.constexpr = FEATURES.persistent and options.BUFFERS == 1
     if not AFTER:
         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
     first = 1
     for MASKED in gl.static_range(2):
-        if has_loop(MASKED, options.MASKS, FEATURES):
+        if has_loop(MASKED, options.HAS_MASKED, FEATURES):
             t_first, t_end = range_of(visits, MASKED)
             for t in range(t_first, t_end):
                 row = tile_at(t, visits, MASKED, FEATURES) * BN
@@ -170,24 +185,24 @@ def produce_block(i, at, q_at, arrays, memory, call, selection, options):
 
 
 @gluon.jit
-def produce(arrays, COUNTER, memory, call, selection, options):
+def produce(arrays, COUNTER, memory, ints, selection, options):
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 1)
     q_at = Cursor(0, 1)
     if FEATURES.dynamic:
-        i = begun(COUNTER, call)
+        i = first_block(COUNTER, ints)
         i_at = Cursor(0, 1)
-        while i < call.n:
-            at = produce_block(i, at, q_at, arrays, memory, call, selection, options)
+        while i < ints.n:
+            at = produce_block(i, at, q_at, arrays, memory, ints, selection, options)
             q_at = advance(q_at, options.BUFFERS)
-            i, i_at = taken(COUNTER, memory.queue, i_at, call)
+            i, i_at = next_block(COUNTER, memory.queue, i_at, ints)
     elif FEATURES.persistent:
-        first, end = items(call, tiles_in_all(call, options), FEATURES)
-        for i in range(first, end, call.at_once):
-            at = produce_block(i, at, q_at, arrays, memory, call, selection, options)
+        first, end = items(ints, tiles_in_all(ints, options), FEATURES)
+        for i in range(first, end, ints.concurrent):
+            at = produce_block(i, at, q_at, arrays, memory, ints, selection, options)
             q_at = advance(q_at, options.BUFFERS)
     else:
-        produce_block(gl.program_id(0), at, q_at, arrays, memory, call, selection, options)
+        produce_block(gl.program_id(0), at, q_at, arrays, memory, ints, selection, options)
 
 
 @triton.constexpr_function
@@ -248,7 +263,7 @@ def softmax(b_s, b_sm, b_m, b_l, scale, SLACK: gl.constexpr):
 
 
 @gluon.jit
-def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAVED, results, scale, call, options):
+def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAVED, results, scale, ints, options):
     """If LINEAR, the tangent alone: P comes from the saved ℓ, so nothing is rescaled."""
     C: gl.constexpr = options.C
     BN: gl.constexpr = options.BN
@@ -261,7 +276,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     HAS_TV: gl.constexpr = options.HAS_TV
     LINEAR: gl.constexpr = options.LINEAR
     work, i_b, i_h, row, sight, visits = block
-    HQ, LQ = call.HQ, call.LQ
+    HQ, LQ = ints.HQ, ints.LQ
     full, empty, turn = memory.full, memory.empty, memory.turn
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
@@ -287,11 +302,11 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
     b_o = sums(OWN)
     b_to = sums(OWN)
     if FEATURES.shared:
-        both, rows = resumed(results.PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
+        both, rows = resume(results.EXCHANGE, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
         b_o, b_to = both
         b_l, b_m, b_c = rows
     for MASKED in gl.static_range(2):
-        if has_loop(MASKED, options.MASKS, FEATURES):
+        if has_loop(MASKED, options.HAS_MASKED, FEATURES):
             t_first, t_end = range_of(visits, MASKED)
             upcoming = first_tile(visits, MASKED, FEATURES)
             for t in range(t_first, t_end):
@@ -365,16 +380,16 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
         mbarrier.arrive(memory.q_empty.index(own_queries), count=1, pred=tick == first_tick)
     # worked out again, where the loop has no registers for it
     again = i if C <= 64 and not FEATURES.shared else i + (tick >> 30)
-    i_b, i_h, i_m, work = queries_of(again, call, options)
+    i_b, i_h, i_m, work = queries_of(again, ints, options)
     row = (i_m * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
-    O, LSE, TO, MU, PARTS = results
+    O, LSE, TO, MU, EXCHANGE = results
     if FEATURES.shared:
-        both, rows = with_others(PARTS, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST, False)
+        both, rows = finish(EXCHANGE, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST, False)
         b_o, b_to = both
         b_l, b_m, b_c = rows
     if work.handed_over:
         if FEATURES.shared:
-            hand_over(PARTS, in_wave(call, FEATURES), w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
+            hand_over(EXCHANGE, in_wave(ints, FEATURES), w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
     else:
         if LINEAR:
             nothing = b_m == float("inf")
@@ -401,7 +416,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
 
 
 @gluon.jit
-def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, results, scale, call, options):
+def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, results, scale, ints, options):
     C: gl.constexpr = options.C
     BN: gl.constexpr = options.BN
     SLOTS: gl.constexpr = options.SLOTS
@@ -410,7 +425,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     FEATURES: gl.constexpr = options.FEATURES
     SCORES_ALONE: gl.constexpr = C > 96  # in a turn, without P V
     work, i_b, i_h, row, sight, visits = block
-    HQ, LQ = call.HQ, call.LQ
+    HQ, LQ = ints.HQ, ints.LQ
     ring, full, empty, turn = memory.ring, memory.full, memory.empty, memory.turn
     s_l: gl.constexpr = product_layout(BN)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
@@ -419,14 +434,14 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     if FEATURES.shared:
-        one, rows = resumed(results.PARTS, work, w, GROUPS, (b_o,), (b_l, b_m), C)
+        one, rows = resume(results.EXCHANGE, work, w, GROUPS, (b_o,), (b_l, b_m), C)
         b_o = one[0]
         b_l, b_m = rows
     zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
     for MASKED in gl.static_range(2):
         t_first, t_end = range_of(visits, MASKED)
         # P is handed from one tile to the next but not from one loop to the other
-        if has_loop(MASKED, options.MASKS, FEATURES) and t_first < t_end:
+        if has_loop(MASKED, options.HAS_MASKED, FEATURES) and t_first < t_end:
             # for this loop alone: what both use, the assembler of Triton 3.6 may work out before the first and then pass over
             q = matrix(memory.q, own_queries + (tick >> 30) if options.BUFFERS > 1 else own_queries)
             upcoming = first_tile(visits, MASKED, FEATURES)
@@ -486,16 +501,16 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
     mbarrier.arrive(memory.q_empty.index(own_queries), count=1)
     # worked out again, where the loop has no registers for it
     again = i if C <= 64 and not FEATURES.shared else i + (tick >> 30)
-    i_b, i_h, i_m, work = queries_of(again, call, options)
+    i_b, i_h, i_m, work = queries_of(again, ints, options)
     row = (i_m * options.HEIGHT + w) * GROUP_ROWS
-    O, LSE, _, _, PARTS = results
+    O, LSE, _, _, EXCHANGE = results
     if FEATURES.shared:
-        one, rows = with_others(PARTS, work, w, GROUPS, (b_o,), (b_l, b_m), C, False)
+        one, rows = finish(EXCHANGE, work, w, GROUPS, (b_o,), (b_l, b_m), C, False)
         b_o = one[0]
         b_l, b_m = rows
     if work.handed_over:
         if FEATURES.shared:
-            hand_over(PARTS, in_wave(call, FEATURES), w, GROUPS, (b_o,), (b_l, b_m), C)
+            hand_over(EXCHANGE, in_wave(ints, FEATURES), w, GROUPS, (b_o,), (b_l, b_m), C)
     else:
         b_lse = (b_m + gl.log2(b_l)) * LN2
         if FEATURES.empty_rows:
@@ -511,20 +526,20 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
 
 
 @gluon.jit
-def consume_block(i, w: gl.constexpr, at, tick, q_at, memory, SAVED, results, scale, call, selection, options):
-    work, i_b, i_h, q_row, sight, visits = own(i, call, selection, options)
+def consume_block(i, w: gl.constexpr, at, tick, q_at, memory, SAVED, results, scale, ints, selection, options):
+    work, i_b, i_h, q_row, sight, visits = own(i, ints, selection, options)
     block = Block(work, i_b, i_h, q_row + GROUP_ROWS * (w % options.HEIGHT), sight, visits)
     own_queries = q_at.slot * options.HEIGHT + w % options.HEIGHT
     mbarrier.wait(memory.q_full.index(own_queries), q_at.phase)
     if options.HAS_TQ or options.HAS_TK or options.HAS_TV:
-        at, tick = consume_dual(i, w, at, tick, own_queries, block, memory, SAVED, results, scale, call, options)
+        at, tick = consume_dual(i, w, at, tick, own_queries, block, memory, SAVED, results, scale, ints, options)
     else:
-        at, tick = consume_plain(i, w, at, tick, own_queries, block, memory, results, scale, call, options)
+        at, tick = consume_plain(i, w, at, tick, own_queries, block, memory, results, scale, ints, options)
     return at, tick
 
 
 @gluon.jit
-def consume(w: gl.constexpr, memory, SAVED, results, scale, call, selection, options):
+def consume(w: gl.constexpr, memory, SAVED, results, scale, ints, selection, options):
     FEATURES: gl.constexpr = options.FEATURES
     at = Cursor(0, 0)
     tick = 0
@@ -532,22 +547,22 @@ def consume(w: gl.constexpr, memory, SAVED, results, scale, call, selection, opt
     if FEATURES.dynamic:
         i = gl.program_id(0)
         i_at = Cursor(0, 0)
-        while i < call.n:
-            at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, call, selection, options)
+        while i < ints.n:
+            at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, ints, selection, options)
             q_at = advance(q_at, options.BUFFERS)
-            i, i_at = received(memory.queue, i_at)
+            i, i_at = received_block(memory.queue, i_at)
     elif FEATURES.persistent:
-        first, end = items(call, tiles_in_all(call, options), FEATURES)
-        for i in range(first, end, call.at_once):
-            at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, call, selection, options)
+        first, end = items(ints, tiles_in_all(ints, options), FEATURES)
+        for i in range(first, end, ints.concurrent):
+            at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, ints, selection, options)
             q_at = advance(q_at, options.BUFFERS)
     else:
         i = gl.program_id(0)
-        consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, call, selection, options)
+        consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, ints, selection, options)
 
 
 @gluon.jit
-def program(arrays, SAVED, results, scale, call, selection, options):
+def program(arrays, SAVED, results, scale, ints, selection, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
@@ -567,26 +582,26 @@ def program(arrays, SAVED, results, scale, call, selection, options):
     memory = Memory(q_s, tq_s, ring, q_full, q_empty, full, empty, turn, numbers)
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, memory, SAVED, results, scale, call, selection, options)),
-            (consume, (1, memory, SAVED, results, scale, call, selection, options)),
-            (produce, (arrays, results.PARTS, memory, call, selection, options)),
+            (consume, (0, memory, SAVED, results, scale, ints, selection, options)),
+            (consume, (1, memory, SAVED, results, scale, ints, selection, options)),
+            (produce, (arrays, results.EXCHANGE, memory, ints, selection, options)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, memory, SAVED, results, scale, call, selection, options)),
-            (consume, (1, memory, SAVED, results, scale, call, selection, options)),
-            (consume, (2, memory, SAVED, results, scale, call, selection, options)),
-            (produce, (arrays, results.PARTS, memory, call, selection, options)),
+            (consume, (0, memory, SAVED, results, scale, ints, selection, options)),
+            (consume, (1, memory, SAVED, results, scale, ints, selection, options)),
+            (consume, (2, memory, SAVED, results, scale, ints, selection, options)),
+            (produce, (arrays, results.EXCHANGE, memory, ints, selection, options)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
-@gluon.jit(do_not_specialize_on_alignment=Call._fields)
+@gluon.jit(do_not_specialize_on_alignment=Integers._fields)
 def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, q_r, k_r, v_r, tq_r, tk_r, tv_r,
     MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,
-    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
-    of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
-    O, LSE, TO, MU, PARTS,
+    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
+    of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
+    O, LSE, TO, MU, EXCHANGE,
     C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr,
     TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
@@ -598,14 +613,14 @@ def forward(
         Arrays(
             described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),
             described(tv_d, tv_r),
-        ), SAVED, Results(O, LSE, TO, MU, PARTS), scale,
-        Call(
-            n, HQ, GROUP, LQ, LK, left, right, n_whole, share, at_once,
-            of_blocks, of_heads, of_tiles, of_share, of_together, of_rest,
+        ), SAVED, Results(O, LSE, TO, MU, EXCHANGE), scale,
+        Integers(
+            n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
+            of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
         ),
         Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
         Options(
-            C, BN, PAIRS, GROUPS, HEIGHT, BUFFERS, TURNS, masks(FEATURES, True, RAGGED), FEATURES,
+            C, BN, PAIRS, GROUPS, HEIGHT, BUFFERS, TURNS, has_masked_tiles(FEATURES, True, RAGGED), FEATURES,
             HAS_TQ, HAS_TK, HAS_TV, LINEAR,
         ),
     )  # fmt: skip

@@ -9,10 +9,9 @@ from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import config
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper.config import GROUP, Ring
-from jax_flash_jvp.kernels.hopper.handover import part_size
 from jax_flash_jvp.kernels.hopper.products import column_widths
+from jax_flash_jvp.kernels.hopper.programs import TOGETHER, fragment_size, reciprocal
 from jax_flash_jvp.kernels.hopper.schedule import Schedule, Sweep
-from jax_flash_jvp.kernels.hopper.work import TOGETHER, reciprocal
 from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT, RowStatistics
@@ -28,7 +27,7 @@ class HopperCall:
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         self.key_length, self.key_heads = x.key.shape[1:3]
         self.width = config.width_of(self.head_dim)
-        self.portable = portable._Call(launcher, problem, x, word=32)
+        self.portable = portable.PortableCall(launcher, problem, x, word=32)
         f = self.portable.features
         self.counted = lists_counted or not f.tiles.present
         sees_nothing = self.portable.reach["right"] < 0 or f.left or f.lengths or f.tiles.present
@@ -67,12 +66,12 @@ class HopperCall:
         more_features: Mapping[str, Any] = MappingProxyType({}),
         **constants: Any,
     ) -> dict[str, Any]:
-        """The outputs of a kernel.  `handed_over`: sums and statistics of a part of a block."""
+        """The outputs of a kernel.  `handed_over`: sums and values of rows of a fragment of a block."""
         by_key, rows = sweep.by_key, GROUP * ring.height
         schedule = sweep.schedule(ring, sum(o is not None and len(o.shape) == 4 for o in outputs.values()))
         scheduled: dict[str, Any] = schedule.features()
         features = dataclasses.replace(
-            self.features, deferred=ring.deferred, late=ring.late, one_loop=sweep.one_loop, **scheduled, **more_features
+            self.features, deferred=ring.deferred, late_dp=ring.late_dp, one_loop=sweep.one_loop, **scheduled, **more_features
         )  # fmt: skip
         selected, tiles = self.portable.selected(by_key), None
         if features.tiles.present:
@@ -81,7 +80,7 @@ class HopperCall:
         launch = Launch(
             self.kernel, schedule.programs, dict(inputs, **selected, TILES=tiles),
             dict(self.scalars, **self._numbers(sweep, ring, schedule)),
-            dict(outputs, PARTS=self._between_programs(ring, schedule, handed_over)),
+            dict(outputs, EXCHANGE=self._between_programs(ring, schedule, handed_over)),
             dict(
                 C=self.head_dim, FEATURES=features, SLOTS=ring.slots, GROUPS=ring.groups, HEIGHT=ring.height, TURNS=ring.turns,
                 RAGGED=bool(sweep.streamed % ring.tile), **constants
@@ -94,21 +93,22 @@ class HopperCall:
         blocks = sweep.blocks(ring)
         divisors = dict(
             of_blocks=blocks // sweep.heads, of_heads=sweep.heads // self.batch, of_tiles=sweep.tiles(ring),
-            of_share=schedule.shared_tiles_per_program or 1, of_together=TOGETHER.value,
+            of_shared_tiles=schedule.shared_tiles_per_program or 1, of_together=TOGETHER.value,
             of_rest=sweep.heads % TOGETHER.value or 1,
         )  # fmt: skip
         return dict(
-            n=blocks, n_whole=schedule.whole_blocks, share=schedule.shared_tiles_per_program, at_once=schedule.concurrent,
+            n=blocks, n_whole=schedule.whole_blocks, shared_tiles=schedule.shared_tiles_per_program,
+            concurrent=schedule.concurrent,
             **{name: reciprocal(n) for name, n in divisors.items()},
         )  # fmt: skip
 
     def _between_programs(self, ring: Ring, schedule: Schedule, handed_over: tuple[int, int]) -> Output | None:
-        """The counter from which they take blocks, or the parts of blocks that they hand over."""
+        """The counter from which they take blocks, or the fragments of blocks that they hand over."""
         if schedule.mode == "dynamic":
             return Output((4,), "float32")
         if schedule.mode == "shared":
             columns = column_widths(self.head_dim)[0] if ring.split else self.head_dim
-            size = part_size(GROUP, *handed_over, columns)
+            size = fragment_size(GROUP, *handed_over, columns)
             return Output((schedule.concurrent * ring.groups * size,), "float32")
         return None
 
@@ -191,7 +191,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
                 DA=like if wanted.a else None, DC=like if wanted.c else None, TDA=like if wanted.ta else None,
                 TDC=like if wanted.tc else None, LSE2_OUT=call.statistic if makes else None,
                 DELTA_OUT=call.statistic if row else None, T_DELTA_OUT=call.statistic if row and wanted.ta else None,
-            ), (sum(wanted), rows_summed), dict(statistics=makes, last_first=last_first),
+            ), (sum(wanted), rows_summed), dict(makes_statistics=makes, last_first=last_first),
             T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
             HAS_D_LSE=row and d_lse is not None, HAS_TD_LSE=row and t_d_lse is not None,

@@ -8,7 +8,7 @@ import triton
 from jax_flash_jvp.kernels.features import Features
 from jax_flash_jvp.kernels.hopper import config
 from jax_flash_jvp.kernels.hopper.config import GROUP, Ring
-from jax_flash_jvp.kernels.hopper.work import DIVISIBLE
+from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE
 
 
 class Rounds(NamedTuple):
@@ -84,9 +84,11 @@ class Sweep:
         whole, rest = divmod(blocks, concurrent)
         least = triton.cdiv(rest * n_tiles, concurrent)
         if self.alike and 0 < least < n_tiles and concurrent * n_tiles < DIVISIBLE:
-            others = lambda share: -(-n_tiles // share) - 1 + (n_tiles % share > 0)  # parts of a block but one, at most
-            tiles = lambda share: share + config.PART[self.kernel] / ring.tile * others(share)
-            even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer parts
+            others = lambda share: (
+                -(-n_tiles // share) - 1 + (n_tiles % share > 0)
+            )  # fragments of a block but one, at most
+            tiles = lambda share: share + config.FRAGMENT[self.kernel] / ring.tile * others(share)
+            even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer fragments
             share = min((least, *even), key=tiles)
             shared = whole + tiles(share) / n_tiles
             if shared < whole + 1:

@@ -21,16 +21,16 @@ Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end sta
 
 
 @triton.constexpr_function
-def masks(features, row, ragged):
+def has_masked_tiles(features, row, ragged):
     """Are there tiles that not everybody sees whole?"""
     ends = features.key_lengths if row else features.query_lengths
     return (row and ragged) or features.left or features.right or features.tiles.present or ends
 
 
 @triton.constexpr_function
-def has_loop(masked, masks, features):
+def has_loop(masked, has_masked, features):
     """Over the tiles that everybody sees whole, or the `masked`, which may be all."""
-    return masks if masked else not (masks and features.one_loop)
+    return has_masked if masked else not (has_masked and features.one_loop)
 
 
 @triton.constexpr_function
@@ -46,9 +46,9 @@ def read_by_element(features):
 
 
 @gluon.jit
-def lengths(i_b, call, selection, FEATURES: gl.constexpr):
+def lengths(i_b, ints, selection, FEATURES: gl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
-    LQ, LK = call.LQ, call.LK
+    LQ, LK = ints.LQ, ints.LK
     if FEATURES.query_lengths:
         LQ = gl.minimum(LQ, gl.load(selection.Q_LENGTHS + i_b))
     if FEATURES.key_lengths:
@@ -57,10 +57,10 @@ def lengths(i_b, call, selection, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def span(bounds, T: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr):
+def span(bounds, T: gl.constexpr, HAS_MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """The tiles first … end - 1, which need no mask, come first; then those from `start` on, and those after."""
     start, first, whole, stop = bounds
-    if MASKS:
+    if HAS_MASKED:
         n = gl.maximum(gl.cdiv(stop, T), 0)
         start = gl.minimum(gl.maximum(start, 0) // T, n)
         first = gl.minimum(gl.maximum(gl.cdiv(first, T), start), n)
@@ -80,7 +80,7 @@ def clamped(i, n):
 
 @gluon.jit
 def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
-    """Of the tiles that a block visits in the i_g-th of a group of heads, those of this part of its work, whose tiles are the
+    """Of the tiles that a block visits in the i_g-th of a group of heads, those of this fragment, whose tiles are the
     whole ones of all heads, then the masked ones; where there is no list of tiles and nothing but the ragged end is masked.
     FROM_ZERO: of a side that masks none, as loops that begin there, which takes a register less where the number of a tile is
     not needed."""
@@ -98,25 +98,25 @@ def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
 
 
 @gluon.jit
-def key_bounds(row, ROWS: gl.constexpr, key_end, call, FEATURES: gl.constexpr):
+def key_bounds(row, ROWS: gl.constexpr, key_end, ints, FEATURES: gl.constexpr):
     """The bounds of the keys, for the ROWS queries from `row` on."""
     start = 0
     first = 0
     whole = key_end
     stop = key_end
     if FEATURES.right:
-        whole = gl.minimum(key_end, row + call.right + 1)
-        stop = gl.minimum(key_end, row + ROWS + call.right)
+        whole = gl.minimum(key_end, row + ints.right + 1)
+        stop = gl.minimum(key_end, row + ROWS + ints.right)
     if FEATURES.left:
-        start = row - call.left
-        first = row + ROWS - 1 - call.left
+        start = row - ints.left
+        first = row + ROWS - 1 - ints.left
     return Bounds(start, first, whole, stop)
 
 
 @gluon.jit
-def share(X, i_b, i_h, call, size, AXES: gl.constexpr):
+def head_slice(X, i_b, i_h, ints, size, AXES: gl.constexpr):
     """As in `portable/scores.py`."""
-    HQ, GROUP = call.HQ, call.GROUP
+    HQ, GROUP = ints.HQ, ints.GROUP
     i = i_b * 0
     if AXES.heads:
         i += i_b * HQ + i_h if AXES.batch else i_h
@@ -128,9 +128,9 @@ def share(X, i_b, i_h, call, size, AXES: gl.constexpr):
 
 
 @gluon.jit
-def selected(selection, i_b, i_h, call, query_end, key_end, ROW: gl.constexpr, FEATURES: gl.constexpr):
+def selected(selection, i_b, i_h, ints, query_end, key_end, ROW: gl.constexpr, FEATURES: gl.constexpr):
     """What `visible` and `bits` read, for this batch entry and query head."""
-    LQ, LK = call.LQ, call.LK
+    LQ, LK = ints.LQ, ints.LK
     size = i_b.to(gl.int64) * 0 + 1
     if FEATURES.mask.matrix:
         size *= LQ if ROW else LK
@@ -139,24 +139,25 @@ def selected(selection, i_b, i_h, call, query_end, key_end, ROW: gl.constexpr, F
         size *= LQ
     elif FEATURES.mask.columns:
         size *= LK
-    mask = share(selection.MASK, i_b, i_h, call, size, FEATURES.mask)
+    mask = head_slice(selection.MASK, i_b, i_h, ints, size, FEATURES.mask)
     q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
-    return Sight(query_end, key_end, call.left, call.right, LQ, LK, q_segments, k_segments, mask)
+    return Sight(query_end, key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, mask)
 
 
 @gluon.jit
 def visits_of(
-    selection, i_b, i_h, call, i_block, n_blocks, n_tiles, bounds, T: gl.constexpr, MASKS: gl.constexpr, FEATURES: gl.constexpr
+    selection, i_b, i_h, ints, i_block, n_blocks, n_tiles, bounds,
+    T: gl.constexpr, HAS_MASKED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """The tiles that a block visits: where there is a mask or there are segments those of its list, see
     `portable/visibility.py`, else those within the bounds."""
     if FEATURES.tiles.present:
         size = i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
-        p_tiles = share(selection.TILES, i_b, i_h, call, size, FEATURES.tiles) + i_block * (n_tiles + 2)
+        p_tiles = head_slice(selection.TILES, i_b, i_h, ints, size, FEATURES.tiles) + i_block * (n_tiles + 2)
         plain = 0 if FEATURES.one_loop else gl.load(p_tiles)
         return Visits(0, plain, 0, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0)
     else:
-        return span(bounds, T, MASKS, FEATURES)
+        return span(bounds, T, HAS_MASKED, FEATURES)
 
 
 @gluon.jit

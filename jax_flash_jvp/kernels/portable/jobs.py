@@ -67,7 +67,7 @@ class RowStatistics(NamedTuple):
     t_delta: Any  # None without tangents
 
 
-class _Call:
+class PortableCall:
     """What the launches of one call share."""
 
     def __init__(self, launcher: Launcher, problem: Problem, x: Operands, word: int = 16):
@@ -238,16 +238,16 @@ NO_TANGENT = Operands(None, None, None)
 
 def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):
     """(o, ℓ, ȯ, μ); the last two None without tangents."""
-    return _forward(_Call(launcher, problem, x), tx)
+    return _forward(PortableCall(launcher, problem, x), tx)
 
 
 def tangent(launcher: Launcher, problem: Problem, x: Operands, log_sum_exp, tx: Operands):
     """(ȯ, μ), linear in tx, from the saved ℓ."""
-    _, _, t_o, mu = _forward(_Call(launcher, problem, x), tx, log_sum_exp)
+    _, _, t_o, mu = _forward(PortableCall(launcher, problem, x), tx, log_sum_exp)
     return t_o, mu
 
 
-def _forward(call: _Call, tx: Operands, saved=None):
+def _forward(call: PortableCall, tx: Operands, saved=None):
     dual, linear = any(t is not None for t in tx), saved is not None
     tx = tx._replace(bias=call.padded(tx.bias))
     t_q, t_k, t_v = call.rounded(tx[:3])
@@ -265,17 +265,17 @@ def _forward(call: _Call, tx: Operands, saved=None):
 
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
     """The wanted gradients of (q, k, v, bias), for y = (o, ℓ) and its cotangents cy, either of which may be None."""
-    call = _Call(launcher, problem, x)
+    call = PortableCall(launcher, problem, x)
     return _backward(call, y, cy, NO_TANGENT, (None, None), (None, None), want, (False,) * DIFFERENTIABLE)[0]
 
 
 def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tangents, want, want_tangent):
     """(the wanted gradients, the wanted tangents of the gradients) along tangents = (tx, ty, tcy)."""
     tx, ty, tcy = tangents
-    return _backward(_Call(launcher, problem, x), y, cy, tx, ty, tcy, want, want_tangent)
+    return _backward(PortableCall(launcher, problem, x), y, cy, tx, ty, tcy, want, want_tangent)
 
 
-def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
+def _backward(call: PortableCall, y, cy, tx: Operands, ty, tcy, want, want_tangent):
     (_, log_sum_exp), (d_o, d_lse), (_, mu), (t_d_o, t_d_lse) = y, cy, ty, tcy
     dual, want, want_tangent = any(want_tangent), Operands(*want), Operands(*want_tangent)
     tx = tx._replace(bias=call.padded(tx.bias))
@@ -321,7 +321,7 @@ def _backward(call: _Call, y, cy, tx: Operands, ty, tcy, want, want_tangent):
 
 
 def _bias_gradients(
-    call: _Call, inputs: Mapping[str, Any], tx: Operands, want: bool, want_tangent: bool, has, log_sum_exp, d_lse, t_d_lse
+    call: PortableCall, inputs: Mapping[str, Any], tx: Operands, want: bool, want_tangent: bool, has, log_sum_exp, d_lse, t_d_lse
 ) -> dict[str, Any]:  # fmt: skip
     """The gradient of the bias, D_BIAS, and its tangent, TD_BIAS, as far as they are wanted."""
     bias, wanted = call.x.bias, dict(D_BIAS=want, TD_BIAS=want_tangent)
@@ -349,7 +349,7 @@ def _bias_gradients(
     return got if shape == bias.shape else {name: call.launcher.summed(a, True, bias) for name, a in got.items()}
 
 
-def _row_sums(call: _Call, log_sum_exp, d_lse):
+def _row_sums(call: PortableCall, log_sum_exp, d_lse):
     n = math.prod(call.statistic.shape)
     launch = Launch(
         bias_kernels.row_side, triton.cdiv(n, 1024), dict(LSE=log_sum_exp, D_LSE=d_lse), dict(n=n),
@@ -358,7 +358,7 @@ def _row_sums(call: _Call, log_sum_exp, d_lse):
     return call.launcher.launch(launch)["D_ROWS"]
 
 
-def _key_passes(call: _Call, want: Operands, want_tangent: Operands) -> list[dict[str, bool]]:
+def _key_passes(call: PortableCall, want: Operands, want_tangent: Operands) -> list[dict[str, bool]]:
     """What of dK, dV and their tangents each launch computes: where the registers do not hold all that is wanted, first those of
     the keys, then those of the values, which need fewer products."""
     wanted = dict(WANT_K=want.key, WANT_V=want.value, WANT_TK=want_tangent.key, WANT_TV=want_tangent.value)
@@ -368,7 +368,7 @@ def _key_passes(call: _Call, want: Operands, want_tangent: Operands) -> list[dic
     return [{name: w and name in of_pass for name, w in wanted.items()} for of_pass in passes]
 
 
-def statistics(call: _Call, y, cy, ty, tcy, dual: bool) -> RowStatistics:
+def statistics(call: PortableCall, y, cy, ty, tcy, dual: bool) -> RowStatistics:
     """By a kernel of its own."""
     (o, log_sum_exp), (d_o, d_lse), (t_o, _), (t_d_o, t_d_lse) = y, cy, ty, tcy
     block_m = 16 if call.launcher.target == "interpret" else 64

@@ -24,7 +24,7 @@ INTEGERS = (
 
 @triton.jit
 def own_block(n_blocks, FROM_END: tl.constexpr, FEATURES: tl.constexpr):
-    """(block, batch entry and head) of this program, as in `hopper/work.py`."""
+    """(block, batch entry and head) of this program, as in `hopper/programs.py`."""
     i = tl.program_id(0)
     if FEATURES.right:
         first = i // (TOGETHER * n_blocks) * TOGETHER
@@ -135,7 +135,7 @@ def lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def share(X, i_b, i_h, HQ, GROUP, size, AXES: tl.constexpr):
+def head_slice(X, i_b, i_h, HQ, GROUP, size, AXES: tl.constexpr):
     """The part for this batch entry and query head of an array [1|B, 1|K|N, size], size int64."""
     if AXES.heads:
         i_b = i_b * HQ + i_h if AXES.batch else i_h
@@ -172,7 +172,7 @@ def matrix(X, i_b, i_h, HQ, GROUP, LQ, LK, AXES: tl.constexpr):
             size *= LQ
         if AXES.columns:
             size *= pitch(LK, AXES)
-        return share(X, i_b, i_h, HQ, GROUP, size, AXES)
+        return head_slice(X, i_b, i_h, HQ, GROUP, size, AXES)
     else:
         return X
 

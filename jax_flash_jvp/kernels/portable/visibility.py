@@ -8,7 +8,7 @@ loops (`key_bounds`, `query_bounds`); segments and masks are looked through befo
 import triton
 import triton.language as tl
 
-from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, lengths, load_scores, matrix, share
+from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, head_slice, lengths, load_scores, matrix
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEATURES: t
     """`matrix`, packed where it has rows and columns."""
     if FEATURES.mask.matrix:
         size = tl.full([], 1, tl.int64) * (LK if BY_KEY else LQ) * words(LQ if BY_KEY else LK, bits_of(MASK.dtype))
-        return share(MASK, i_b, i_h, HQ, GROUP, size, FEATURES.mask)
+        return head_slice(MASK, i_b, i_h, HQ, GROUP, size, FEATURES.mask)
     else:
         return matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES.mask)
 
@@ -162,7 +162,7 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
     """(list, how many of it are seen whole, length) of the tiles that this program visits, see `list_tiles`."""
     if FEATURES.tiles.present:
         size = tl.full([], 1, tl.int64) * n_blocks * (n_tiles + 2)
-        p_tiles = share(TILES, i_b, i_h, HQ, GROUP, size, FEATURES.tiles) + i_block * (n_tiles + 2)
+        p_tiles = head_slice(TILES, i_b, i_h, HQ, GROUP, size, FEATURES.tiles) + i_block * (n_tiles + 2)
         return p_tiles + 2, tl.load(p_tiles), tl.load(p_tiles + 1)
     else:
         return TILES, 0, 0

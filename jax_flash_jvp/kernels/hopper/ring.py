@@ -25,7 +25,7 @@ copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else asy
 Cursor = namedtuple("Cursor", "slot phase")  # where a warp is in a ring, and the phase of that slot's barriers
 
 
-# PTX that waits for a 64-bit flag at an address, all lanes alike; see `handover.py` and `counter.py`
+# PTX that waits for a 64-bit flag at an address, all lanes alike; see `programs.py`
 AGAIN = """AGAIN:
 ld.acquire.gpu.global.b64 seen, [$1];
 setp.ne.b64 absent, seen, flag;
