@@ -4,6 +4,10 @@ Public names are resolved on first use, so that importing the package, or its ke
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax_flash_jvp.attention import dot_product_attention
 
 __version__ = "0.1.0"
 __all__ = ["dot_product_attention"]

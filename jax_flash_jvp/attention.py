@@ -1,7 +1,7 @@
 """The public function."""
 
 import warnings
-from typing import Any, Never
+from typing import Any, Literal, Never, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,10 @@ from jax_flash_jvp.differentiation import attend, attend_scaled
 from jax_flash_jvp.problem import (
     DTYPES,
     KERNEL_IMPLEMENTATIONS,
+    Alignment,
+    Implementation,
     Operands,
+    Precision,
     Problem,
     check_operands,
     dropout_rate_of,
@@ -25,7 +28,7 @@ from jax_flash_jvp.problem import (
 )
 from jax_flash_jvp.reference import cut
 
-IMPLEMENTATIONS = (None, *KERNEL_IMPLEMENTATIONS, "xla", "interpret")
+IMPLEMENTATIONS = (None, *get_args(Implementation))
 LARGEST = np.iinfo(np.int32).max
 OURS = {  # by their names in other libraries
     "sm_scale": "scale", "softmax_scale": "scale", "causal": "is_causal", "window_size": "local_window_size",
@@ -35,6 +38,25 @@ OURS = {  # by their names in other libraries
 }  # fmt: skip
 
 
+class Options(TypedDict, total=False):
+    """The keywords of `dot_product_attention`, but `return_residual`, by which its result differs."""
+
+    scale: float | jax.Array | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    implementation: Implementation | None
+    causal_alignment: Alignment
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    dropout_rate: float
+    dropout_key: ArrayLike | None
+
+
+@overload
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -42,14 +64,46 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | jax.Array | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
-    causal_alignment: str = "upper_left",
+    causal_alignment: Alignment = "upper_left",
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
@@ -57,7 +111,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
     **unknown: Never,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
 
     .. math::  O = \mathrm{softmax}(\sigma Q K^T + B) V
@@ -328,7 +382,7 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _precision() -> str:
+def _precision() -> Precision:
     """Of float32 products in the kernels, from the matrix-product precision in force."""
     exact = ("highest", "float32", "f32_f32_f32")
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_flash_jvp.attention import as_array, dot_product_attention, number
+from jax_flash_jvp.problem import Implementation
 
 
 def attention_fn(
@@ -39,7 +40,7 @@ def attention_fn(
     *,
     scale: float | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     force_fp32_for_softmax: bool = True,
 ) -> jax.Array:
     """`jax_flash_jvp.dot_product_attention` behind the signature that Flax's attention layers call.

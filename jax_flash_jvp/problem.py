@@ -15,14 +15,18 @@ import math
 import operator
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 MAX_HEAD_DIM = 256  # of the kernels
 # A bias that is not above it hides: beside such scores, float32 does not hold the logarithm of a sum.  -1e5 in bfloat16.
 HIDES = -99840.0
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
-KERNEL_IMPLEMENTATIONS = ("triton", "hopper", "portable")  # any kernels, or those of one family
+KernelImplementation = Literal["triton", "hopper", "portable"]  # any kernels, or those of one family
+Implementation = Literal[KernelImplementation, "xla", "interpret"]
+Precision = Literal["ieee", "tf32"]  # of float32 products
+Alignment = Literal["upper_left", "lower_right"]  # of causality and windows
+KERNEL_IMPLEMENTATIONS = get_args(KernelImplementation)
 
 
 class Operands(NamedTuple):
@@ -59,8 +63,10 @@ class Problem:
     lower_right: bool = False  # count i from the end: the last query is where the last key is
     soft_cap: float | None = None  # c of c tanh(σ q·k / c)
     dropout_rate: float = 0.0
-    precision: str = "ieee"  # of float32 products: "ieee" or "tf32"
-    implementation: str | None = None  # None: the kernels on a GPU where they serve the call, else the tiled reference
+    precision: Precision = "ieee"
+    implementation: Implementation | None = (
+        None  # None: the kernels on a GPU where they serve the call, else the tiled reference
+    )
 
     def reach(self, queries: int, keys: int) -> tuple[int | None, int | None]:
         """(left, right): query i sees keys i - left to i + right, either of which may be negative; None: no such limit, or none

@@ -31,13 +31,17 @@ from jax_flash_jvp.problem import Operands, Problem, unserved  # noqa: E402
 from test_torch_oracle import check, leaves, naive  # noqa: E402
 from torch_bridge import (  # noqa: E402
     attention,
+    compute,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     operators,
+    patching,
     reference,
+    signatures,
 )
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+from torch_bridge.options import case_of  # noqa: E402
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -484,8 +488,8 @@ def test_patch_reaches_models_and_names():
 
 def test_patch_looks_again_only_where_something_changed(monkeypatch):
     original, looked = F.scaled_dot_product_attention, []
-    places = attention._places
-    monkeypatch.setattr(attention, "_places", lambda: looked.append(True) or places())
+    places = patching._places
+    monkeypatch.setattr(patching, "_places", lambda: looked.append(True) or places())
     with torch_bridge.patch():
         looked.clear()
     for _ in range(3):
@@ -874,7 +878,7 @@ def test_precision_follows_every_switch(switch):
     try:
         for exact in (False, True):
             SWITCHES[switch](exact)
-            assert (operators.case_of(q, q, None, False, 1.0, "").problem.precision == "ieee") == exact
+            assert (case_of(q, q, None, False, 1.0, "").problem.precision == "ieee") == exact
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -931,8 +935,8 @@ def test_kernels_for_many_biases_or_tangents_of_them(in_dims, monkeypatch):
     dims = (None, None, None, in_dims[0], None, None, None, in_dims[1], 0, 0, *(None,) * 4)
 
     def tangent(run, *args):
-        x, tx, y, _ = operators.split("tangent", args)
-        return tuple(run("tangent", operators.case_of(q, k, *static), x, tx=tx, y=y))
+        x, tx, y, _ = signatures.split("tangent", args)
+        return tuple(run("tangent", case_of(q, k, *static), x, tx=tx, y=y))
 
     by_kernels = partial(tangent, partial(launch.run, NumpyLauncher()))
     monkeypatch.setattr(operators, "ops", types.SimpleNamespace(tangent=by_kernels))
@@ -1006,7 +1010,7 @@ class PlannedLauncher(NumpyLauncher):
 
 def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():
     launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
-    groups, case = operators.OPERATORS["backward_dual"][0], reference.Case(Problem(0.3, is_causal=True))
+    groups, case = signatures.OPERATORS["backward_dual"].groups, reference.Case(Problem(0.3, is_causal=True))
     want = [True, True, True, False, True, False, True, False]
 
     def arguments(seed):
@@ -1019,7 +1023,7 @@ def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():
         return [q, k, v, None, t_q, None, t_v, None, d_o, None, d_to, None, *y, None, True, 0.3, "", want]
 
     def computed(args):
-        *tensors, _ = operators.split("backward_dual", args)
+        *tensors, _ = signatures.split("backward_dual", args)
         launcher = PlannedLauncher()
         results = launch.run(launcher, "backward_dual", case, **dict(zip(groups, tensors, strict=True)), want=want)
         return results, launcher.launched
@@ -1058,15 +1062,15 @@ def test_a_plan_copies_what_was_copied_for_the_first(batch):
         segments = [draw(0, 3, batch, n).sort(1)[0] for n in (T, S)]
         selection = torch.cat([draw(9, T, batch, 1), draw(9, S, batch, 1), draw(0, 2**31 - 1, batch, 2), *segments], 1)
         d_o = normal(batch, 1, 1, 8, seed=seed + 3, dtype=torch.float32).expand(batch, 2, T, 8)
-        case = operators.case_of(q, k, selection, False, 0.3, options)
+        case = case_of(q, k, selection, False, 0.3, options)
         o, lse, *_ = reference.run("forward", case, (q, k, v, bias))
         y = o.mT.contiguous().mT, lse
         return [q, k, v, bias, d_o, None, *y, selection, False, 0.3, options, want]
 
     def computed(args):
-        x, cy, y, static = operators.split("backward", args)
+        x, cy, y, static = signatures.split("backward", args)
         launcher = PlannedLauncher()
-        case = operators.case_of(*x[:2], *static[:4])
+        case = case_of(*x[:2], *static[:4])
         return launch.run(launcher, "backward", case, x=x, cy=cy, y=y, want=want), launcher.launched
 
     first, second = arguments(0), arguments(100)
@@ -1144,7 +1148,7 @@ def test_plans_are_kept_for_the_precision_that_was_computed(monkeypatch):
     try:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         looks = plans.look("forward", args)
-        launch.computed("forward", args, {}, operators.case_of(q, q, None, False, 0.3, ""))
+        launch.computed("forward", args, {}, case_of(q, q, None, False, 0.3, ""))
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert kept == [looks[0]]
@@ -1416,8 +1420,8 @@ def test_without_triton(monkeypatch, caplog):
         device, is_cuda = types.SimpleNamespace(type="cuda"), True
         __torch_function__ = torch._C._disabled_torch_function_impl
 
-    monkeypatch.setattr(operators, "TRITON", False)
+    monkeypatch.setattr(compute, "TRITON", False)
     with caplog.at_level("DEBUG", "torch_bridge"):
-        o, _ = operators.compute("forward", A.as_subclass(OnGpu), A, A, None, None, False, 0.5, "", False)
+        o, _ = compute.compute("forward", A.as_subclass(OnGpu), A, A, None, None, False, 0.5, "", False)
     torch.testing.assert_close(o, naive(A, A, A, scale=0.5))
     assert "Triton is not installed; the reference computes it" in caplog.text

@@ -41,7 +41,7 @@ from test_torch_oracle import (  # noqa: E402
     naive,
     plain_loss,
 )
-from torch_bridge import operators  # noqa: E402
+from torch_bridge import reference  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 from torch_bridge.operators import ops  # noqa: E402
 
@@ -231,7 +231,7 @@ def test_derivative_by_the_kernels(derivative, monkeypatch):
         narrow = {group: in_dtype(torch.float32, tensors) for group, tensors in groups.items()}
         return in_dtype(torch.float64, launch.run(NumpyLauncher(), name, case, want=want, **narrow))
 
-    monkeypatch.setattr(operators.reference, "run", run)
+    monkeypatch.setattr(reference, "run", run)
     check(lambda: derivative(sdpa), lambda: derivative(naive), None, 1e-4)
 
 

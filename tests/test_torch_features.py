@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noq
 import support  # noqa: E402
 from test_torch_attention import NumpyLauncher, everything, normal  # noqa: E402
 from test_torch_oracle import check, naive  # noqa: E402
-from torch_bridge import operators, reference  # noqa: E402
+from torch_bridge import options, reference  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
 B, H, E = 2, 2, 4
@@ -135,7 +135,7 @@ def test_kernels(case, record_property):
         operator = lambda *a: seen.extend(a) or forward(*a)
         patched.setattr("torch_bridge.rules.ops", type("", (), dict(forward=operator)))
         same_seed(*x, **arguments)
-    case, mask = operators.case_of(*x[:2], *seen[4:8]), seen[3]
+    case, mask = options.case_of(*x[:2], *seen[4:8]), seen[3]
     moving = mask is None or mask.is_floating_point()  # a bias in any case that has no boolean mask
     x += [normal(1, x[0].shape[1], 1, S, seed=4).float() if mask is None else mask.float() if moving else mask]
     tx = [normal(*a.shape, seed=9).float() if a.is_floating_point() else None for a in x]

@@ -16,7 +16,7 @@ from jax_flash_jvp.problem import Problem  # noqa: E402
 from test_torch_attention import PlannedLauncher, normal  # noqa: E402
 from test_torch_derivatives import DERIVATIVES  # noqa: E402
 from test_torch_oracle import check, leaves, naive  # noqa: E402
-from torch_bridge import operators, reference, rules  # noqa: E402
+from torch_bridge import compute, reference, rules, signatures  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
 x, tx = (tuple(normal(1, 2, 5, 4, seed=seed + i) for i in range(3)) for seed in (0, 3))
@@ -52,9 +52,9 @@ def dispatched(monkeypatch):
             return getattr(real, name)
 
     monkeypatch.setattr(rules, "ops", Ops())
-    monkeypatch.setattr(operators, "on_nvidia", lambda a: a.device.type == "cpu")
+    monkeypatch.setattr(compute, "on_nvidia", lambda a: a.device.type == "cpu")
     nothing = types.SimpleNamespace(planned=lambda name, args: None, served=lambda x: False)
-    monkeypatch.setattr(operators, "_launch", lambda: nothing)
+    monkeypatch.setattr(compute, "_launch", lambda: nothing)
     return seen
 
 
@@ -164,7 +164,7 @@ def test_a_call_by_a_plan_allocates_its_results_and_one_piece_more(name):
         x=(*map(make, range(3)), None), tx=(*map(make, range(3, 6)), None), cy=(make(6), None), cty=(make(7), None),
         y=(make(8), statistic), ty=(make(9), statistic.clone()),
     )  # fmt: skip
-    given = {group: tensors[group] for group in operators.OPERATORS[name][0] if group == "x" or group in groups}
+    given = {group: tensors[group] for group in signatures.OPERATORS[name].groups if group == "x" or group in groups}
     args = [*(a for group in given.values() for a in group), None, False, 0.3, "", *([want] if want else [])]
     launcher = PlannedLauncher()
     got = launch.run(launcher, name, reference.Case(Problem(0.3)), **given, **(dict(want=want) if want else {}))

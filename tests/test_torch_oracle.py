@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.func import jvp  # noqa: E402
 
-from torch_bridge import operators, scaled_dot_product_attention  # noqa: E402
+from torch_bridge import compute, scaled_dot_product_attention  # noqa: E402
 
 torch.set_num_threads(1)
 LETTERS = dict(forward="F", forward_dual="D", tangent="T", backward="B", backward_dual="S")
@@ -83,8 +83,8 @@ def leaves(tree):
 
 def launched():
     """The letters of what was launched since they were last asked for."""
-    letters = "".join(letter * operators.launches[name] for name, letter in LETTERS.items())
-    operators.launches.clear()
+    letters = "".join(letter * compute.launches[name] for name, letter in LETTERS.items())
+    compute.launches.clear()
     return letters
 
 

@@ -1,16 +1,9 @@
-"""The public functions."""
+"""The public function, and what the other entry points share with it."""
 
-import contextlib
 import logging
 import math
-import numbers
-import pathlib
-import sys
-import threading
-import types
-import zlib
-from collections.abc import Iterator
-from typing import NamedTuple, Never
+from collections.abc import Sequence
+from typing import Never
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from jax_flash_jvp.problem import (
     DTYPES,
     SELECTORS,
+    Alignment,
     Operands,
     check_operands,
     dropout_rate_of,
@@ -33,21 +27,18 @@ from jax_flash_jvp.problem import (
     window_of,
 )
 from torch_bridge import rules
+from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor
 from torch_bridge.operators import ops
+from torch_bridge.options import CODE, select, words_of
 
 logger = logging.getLogger(__name__)
 FLOATS = tuple(getattr(torch, name) for name in DTYPES)
-LARGEST = 2**31 - 1
-NARROW = (torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint8)  # fit int32
 OURS = {  # by their names in other libraries
     "sm_scale": "scale", "softmax_scale": "scale", "causal": "is_causal", "window_size": "local_window_size",
     "sliding_window": "local_window_size", "softcap": "logits_soft_cap", "mask": "attn_mask", "bias": "attn_mask",
     "attn_bias": "attn_mask", "dropout_rate": "dropout_p", "dropout": "dropout_p", "s_aux": "sinks",
 }  # fmt: skip
 DROPS_DERIVATIVES = torch.__version__ < "2.12"  # in inference mode, of every operator
-# Of this package's sources.  PyTorch keeps compiled programs on disk, gradients included, by the names and arguments of their
-# operators: without this option, which says nothing to them, those of another version would be used.
-CODE = f"code={zlib.crc32(b''.join(p.read_bytes() for p in sorted(pathlib.Path(__file__).parent.glob('*.py')))):08x}"
 
 
 def scaled_dot_product_attention(
@@ -60,7 +51,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    causal_alignment: str = "upper_left",
+    causal_alignment: Alignment = "upper_left",
     local_window_size: tuple[int | None, int | None] | int | None = None,
     query_seq_lengths: Tensor | None = None,
     key_value_seq_lengths: Tensor | None = None,
@@ -125,7 +116,7 @@ def scaled_dot_product_attention(
     """
     if unknown:
         refuse_unknown("scaled_dot_product_attention", unknown, OURS)
-    tensors = query, key, value, _overriding(attn_mask)
+    tensors = query, key, value, overriding(attn_mask)
     if has_torch_function(tensors):  # subclasses, modes, torch.fx
         return handle_torch_function(
             scaled_dot_product_attention, tensors, query, key, value, attn_mask, dropout_p, is_causal,
@@ -134,149 +125,47 @@ def scaled_dot_product_attention(
             query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
             logits_soft_cap=logits_soft_cap, sinks=sinks,
         )  # fmt: skip
-    _check_flag("is_causal", is_causal)
-    _check_flag("enable_gqa", enable_gqa)
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("`attn_mask` and `is_causal` must not be given together: mask the future in `attn_mask`")
     if isinstance(attn_mask, CausalBias):
-        _check_tensor("query", query)
-        _check_tensor("key", key)
-        is_causal, causal_alignment = True, _alignment_of("attn_mask", attn_mask, query, key, causal_alignment)
+        check_tensor("query", query)
+        check_tensor("key", key)
+        is_causal, causal_alignment = True, alignment_of("attn_mask", attn_mask, query, key, causal_alignment)
         attn_mask = None
     options: tuple[str, ...] = ()
     plain = type(dropout_p) in (int, float) and not dropout_p and causal_alignment == "upper_left"
     if not plain or local_window_size is not None or logits_soft_cap is not None:
-        options = _options(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
+        options = options_of(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
         if local_window_size is not None and not torch.compiler.is_compiling():  # which may not warn
             warn_if_none_visible(window_of(local_window_size), bool(is_causal))
         if dropout_p == 1:
-            _check_tensor("value", value)
+            check_tensor("value", value)
             value = value * 0
+    selection: tuple[Tensor | None, ...]
     selection = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
     if any(a is not None for a in selection):
-        _check_tensor("query", query)
+        check_tensor("query", query)
         named = zip(SELECTORS.values(), selection, strict=True)
-        _check_devices(query, ((name, a) for name, a in named if a is not None))
+        check_devices(query, ((name, a) for name, a in named if a is not None))
     else:
         selection = ()
-    return _attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks)
+    return attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks)
 
 
-def flash_attn_func(q, k, v, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
-    """:func:`scaled_dot_product_attention` in the layout, and with the arguments, of Tri Dao's `flash_attn_triton.py`:
-    q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous [B, L, Hq, Ev].
-    `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i.  Errors about how
-    they fit speak of `query`, `key` and `value`."""
-    tensors = q, k, v, _overriding(bias)
-    if has_torch_function(tensors):
-        return handle_torch_function(flash_attn_func, tensors, q, k, v, bias, causal, softmax_scale)
-    for name, a in zip("qkv", (q, k, v), strict=True):
-        _check_tensor(name, a)
-        if a.dim() != 4:
-            raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
-    _check_flag("causal", causal)
-    if softmax_scale is not None:
-        _check_number("softmax_scale", softmax_scale)
-    if bias is not None:
-        _check_tensor("bias", bias)
-    q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-    options: tuple[str, ...] = ()
-    if isinstance(bias, CausalBias):
-        if causal:
-            raise ValueError("`causal` must not be given together with a `bias` that is a CausalBias: leave it out")
-        causal, options, bias = True, _options(0.0, _alignment_of("bias", bias, q, k), None, None), None
-    return _attend(q, k, v, bias, causal, softmax_scale, True, options, mask_name="bias").transpose(1, 2)
-
-
-def flash_attn_qkvpacked_func(qkv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
-    """:func:`flash_attn_func` of qkv [B, L, 3, H, E], which is not copied."""
-    tensors = qkv, _overriding(bias)
-    if has_torch_function(tensors):
-        return handle_torch_function(flash_attn_qkvpacked_func, tensors, qkv, bias, causal, softmax_scale)
-    return flash_attn_func(*_unpacked("qkv", qkv, 3), bias, causal, softmax_scale)
-
-
-def flash_attn_kvpacked_func(q, kv, bias=None, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
-    """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E], which is not copied."""
-    tensors = q, kv, _overriding(bias)
-    if has_torch_function(tensors):
-        return handle_torch_function(flash_attn_kvpacked_func, tensors, q, kv, bias, causal, softmax_scale)
-    return flash_attn_func(q, *_unpacked("kv", kv, 2), bias, causal, softmax_scale)
-
-
-def _overriding(mask):
+def overriding(mask):
     """A mask whose class may override a function: not a CausalBias, which would call PyTorch's kernels."""
     return None if type(mask) is CausalBias else mask
-
-
-def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
-    _check_tensor(name, packed)
-    if packed.dim() != 5 or packed.shape[2] != count:
-        raise ValueError(
-            f"`{name}` must have shape [batch, length, {count}, heads, channels]: got {tuple(packed.shape)}"
-        )
-    return packed.unbind(2)
-
-
-class _Patch:
-    """What all open `patch`es share."""
-
-    lock, count, original, places, held, fastpath = threading.Lock(), 0, None, [], None, True
-
-
-@contextlib.contextmanager
-def patch() -> Iterator[None]:
-    """While open, this package's function is `scaled_dot_product_attention` in :mod:`torch.nn.functional`, and in every
-    loaded module that imported it from there, under whatever name, for all threads; where several overlap, until the last
-    is closed.  Not in classes, closures and defaults of arguments that hold it.  Modules that import the function while it
-    is open keep this package's.  Open it before a compiled model is first called, and keep it open over the backward of a
-    checkpointed one, which calls the model again.  The fast path of PyTorch's own layers (torch.backends.mha), which has no
-    derivatives, is closed meanwhile.  Out of reach are torch.nn.MultiheadAttention with need_weights=True, its default, which
-    never calls the function, and what torch.jit.script compiles, which calls PyTorch's."""
-    with _Patch.lock:
-        if not _Patch.count:
-            if _Patch.original is not torch.nn.functional.scaled_dot_product_attention:
-                _Patch.original, _Patch.held = torch.nn.functional.scaled_dot_product_attention, None
-            _Patch.fastpath = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        if _Patch.held != _held():
-            _Patch.places = [*(_Patch.places if _Patch.count else ()), *_places()]
-        for names, name in _Patch.places:
-            if names.get(name) is _Patch.original:
-                names[name] = scaled_dot_product_attention
-        _Patch.count, _Patch.held = _Patch.count + 1, _held()
-    try:
-        yield
-    finally:
-        with _Patch.lock:
-            _Patch.count -= 1
-            if not _Patch.count:
-                for names, name in _Patch.places:
-                    if names.get(name) is scaled_dot_product_attention:  # nobody else's by now
-                        names[name] = _Patch.original
-                _Patch.held = _held()
-                torch.backends.mha.set_fastpath_enabled(_Patch.fastpath)
-
-
-def _held() -> tuple[int, int]:
-    """What changes when another module holds PyTorch's function: to look into all of them takes long."""
-    return sys.getrefcount(_Patch.original), len(sys.modules)
-
-
-def _places() -> list[tuple[dict, str]]:
-    """Where modules hold PyTorch's function."""
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    modules = [module for module in modules if module is not torch._C._nn]  # where pickle finds it
-    # not module.__dict__: some answer for themselves, and load what is asked for
-    loaded = [object.__getattribute__(module, "__dict__") for module in modules]
-    return [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]
 
 
 # torch.jit.script cannot compile this package's function, but finds PyTorch's for it.  Private.
 torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
 
 
-def _alignment_of(name: str, bias: CausalBias, query: Tensor, key: Tensor, alignment: str = "upper_left") -> str:
+def alignment_of(
+    name: str, bias: CausalBias, query: Tensor, key: Tensor, alignment: Alignment = "upper_left"
+) -> Alignment:
     """`causal_alignment` of a CausalBias, which must have the size of the scores where that matters."""
     lower_right_of(alignment)  # raises
     if bias.variant == CausalVariant.UPPER_LEFT:
@@ -289,56 +178,13 @@ def _alignment_of(name: str, bias: CausalBias, query: Tensor, key: Tensor, align
     return "lower_right"
 
 
-def _options(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
-    """The words of `operators.case_of`."""
-    _check_number("dropout_p", dropout_p)
+def options_of(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
+    """The words of `options`, of arguments that users gave."""
+    check_number("dropout_p", dropout_p)
     if soft_cap is not None:
-        _check_number("logits_soft_cap", soft_cap)
-    pair, soft_cap, rate = window_of(window), soft_cap_of(soft_cap), dropout_rate_of("dropout_p", dropout_p)
-    words = [f"{side}={n}" for side, n in zip(("left", "right"), pair or (None, None), strict=True) if n is not None]
-    words += ["lower_right"] if lower_right_of(alignment) else []
-    words += [f"soft_cap={soft_cap!r}"] if soft_cap is not None else []
-    return (*words, f"dropout={rate!r}") if 0 < rate < 1 else tuple(words)
-
-
-def _select(selection, options, q: Tensor, k: Tensor) -> tuple[Tensor | None, str]:
-    """The selection and the options of an operator."""
-    if not options and not selection:
-        return None, ""
-    dropout = any(word.startswith("dropout=") for word in options)
-    if not dropout and not selection:
-        return None, " ".join(options)
-    selection = selection or (None,) * 4
-    batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
-    new = lambda *shape: q.new_zeros((batch, *shape), dtype=torch.int32)
-    parts = [new() if a is None else _length(a) for a in selection[:2]]
-    seed = torch.randint(-(2**31), 2**31 - 1, (batch, 2), device=q.device, dtype=torch.int32) if dropout else new(2)
-    segments = [new(queries), new(keys)] if selection[2] is None else _segments(*selection[2:])
-    names = [name for name, a in zip(SELECTORS, selection, strict=True) if a is not None]
-    return torch.cat([torch.stack(parts, 1), seed, *segments], 1), " ".join((*options, *names, *["seed"] * dropout))
-
-
-def _length(a: Tensor) -> Tensor:
-    """In int32; beyond all tensors is as good as at their end."""
-    if a.dtype in NARROW:
-        return a.to(torch.int32)
-    wide = a.to(torch.int64)
-    wide = wide.masked_fill(wide < 0, LARGEST) if a.dtype == torch.uint64 else wide
-    return wide.clamp(-1, LARGEST).to(torch.int32)
-
-
-def _segments(queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """In int32, in the same order."""
-    if queries.dtype in NARROW and keys.dtype in NARROW:
-        return [queries.to(torch.int32), keys.to(torch.int32)]
-    if torch.uint64 in (queries.dtype, keys.dtype) and queries.dtype != keys.dtype:
-        raise TypeError(
-            "`query_segment_ids` and `key_value_segment_ids` must fit one dtype: got "
-            f"{queries.dtype} and {keys.dtype}; cast one of them"
-        )
-    both = torch.cat([queries.to(torch.int64), keys.to(torch.int64)], 1)
-    ranks = torch.searchsorted(both.sort(1).values, both, out_int32=True)
-    return [*ranks.split([queries.shape[1], keys.shape[1]], 1)]
+        check_number("logits_soft_cap", soft_cap)
+    window, soft_cap = window_of(window), soft_cap_of(soft_cap)
+    return words_of(window, lower_right_of(alignment), soft_cap, dropout_rate_of("dropout_p", dropout_p))
 
 
 def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
@@ -351,7 +197,7 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
     return (o.transpose(1, 2) * share.transpose(1, 2)[..., None].contiguous()).to(o.dtype).transpose(1, 2)
 
 
-def _attend(
+def attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None,
     mask_name="attn_mask",
 ) -> Tensor:  # fmt: skip
@@ -360,12 +206,12 @@ def _attend(
         _say_sdpa_kernel()
     if DROPS_DERIVATIVES and not compiled and torch.is_inference_mode_enabled():
         _check_underived()
-    x = query, key, value
-    _check_devices(query, zip(("query", "key", "value"), x, strict=True))
+    x: Sequence[Tensor] = (query, key, value)
+    check_devices(query, zip(("query", "key", "value"), x, strict=True))
     if mask is not None:
-        _check_devices(query, ((mask_name, mask),))
+        check_devices(query, ((mask_name, mask),))
     if scale is not None:
-        _check_number("scale", scale)
+        check_number("scale", scale)
     kind = query.device.type
     if kind in ("cpu", "cuda", "xpu", "mps") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -380,12 +226,15 @@ def _attend(
             mask = mask.clone()
         mask = _four_dimensional(mask_name, mask, (*rows, x[1].shape[-2]))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
-    _check(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
+    check_shapes(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     if selection:
-        described = (_Described(a.shape[::2] + a.shape[1::2], a.dtype) for a in (q, k, v))
-        check_operands(Operands(*described, None, None, *selection))
+        described = (Described(a.shape[::2] + a.shape[1::2], a.dtype) for a in (q, k, v))
+        named = dict(
+            zip(("query", "key", "value"), described, strict=True), **dict(zip(SELECTORS, selection, strict=True))
+        )
+        check_operands(Operands(**named))
     if sinks is not None:
-        _check_devices(query, (("sinks", sinks),))
+        check_devices(query, (("sinks", sinks),))
         if sinks.dtype not in FLOATS:
             raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sinks.dtype}; cast it")
         if sinks.shape != q.shape[1:2]:
@@ -393,7 +242,7 @@ def _attend(
                 f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
             )
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    selected, options = _select(selection, options, q, k)
+    selected, options = select(selection, options, q, k)
     if compiled:
         options = f"{options} {CODE}"
     args = q, k, v, mask, selected, bool(is_causal), scale, options
@@ -421,69 +270,6 @@ def _check_underived() -> None:
             "attention was differentiated in torch.inference_mode, where PyTorch before 2.12 gives zeros for the derivatives "
             "of every operator: use torch.no_grad"
         )
-
-
-def _check_tensor(name: str, a) -> None:
-    if not isinstance(a, Tensor):
-        raise TypeError(f"`{name}` must be a tensor: got {type(a).__name__}")
-
-
-def _check_number(name: str, value) -> None:
-    if isinstance(value, Tensor):
-        raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")
-    if type(value) not in (int, float):
-        if torch.compiler.is_compiling() or isinstance(value, torch.SymInt | torch.SymFloat):
-            return
-        real = isinstance(value, numbers.Real) or not isinstance(value, numbers.Complex)  # numpy's would lose a part
-        try:
-            value = math.fabs(value if real else None)
-        except TypeError as error:
-            raise TypeError(f"`{name}` must be a number: got {value!r}") from error
-        except OverflowError:
-            value = math.inf
-    if not abs(value) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"`{name}` must be finite in float32: got {value}")
-
-
-def _check_flag(name: str, value) -> None:
-    if type(value).__name__ not in ("bool", "bool_", "SymBool") and not torch.compiler.is_compiling():  # numpy's too
-        raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
-
-
-def _check_devices(query: Tensor, named) -> None:
-    for name, a in named:
-        _check_tensor(name, a)
-        if a.device != query.device:
-            raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
-        if a.is_nested:
-            raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
-        if type(a) is not Tensor and hasattr(a, "placements"):
-            raise ValueError(f"`{name}` must not be a DTensor: wrap the call in torch.distributed's `local_map`")
-        if a.layout != torch.strided:
-            raise ValueError(f"`{name}` must not be sparse: got {a.layout}; pass its `to_dense()`")
-
-
-class _Described(NamedTuple):
-    """Shape [B, T, N, H] and dtype of an array."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-_checked: set[tuple] = set()  # found good
-
-
-def _check(*described) -> None:
-    known = not torch.compiler.is_compiling()
-    try:
-        if known and described in _checked:
-            return
-    except TypeError:  # symbolic
-        known = False
-    shapes, dtypes = described[:3], described[3:]
-    check_operands(Operands(*(_Described(s[::2] + s[1::2], d) for s, d in zip(shapes, dtypes, strict=True))))
-    if known and len(_checked) < 4096:
-        _checked.add(described)
 
 
 def _broadcast(x, enable_gqa: bool):

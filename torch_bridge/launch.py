@@ -15,10 +15,11 @@ import triton
 
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Launch, Output, Rows
-from jax_flash_jvp.problem import Operands, unserved
+from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, unserved
 from torch_bridge import plans
-from torch_bridge.operators import SELECTED
+from torch_bridge.options import SELECTED
 from torch_bridge.reference import Case
+from torch_bridge.signatures import gives_gradients, wants_bias
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ def _again(compiled, grid: int, arguments: list[Any]) -> tuple[Callable, list[An
     for a in arguments:
         if hasattr(a, "block_shape"):
             make = _encoder(a, next(metadata))
-            flat += [plans.Mapped(a.base, lambda address, make=make: make(address)[0]), *make(a.base.data_ptr())[1:]]
+            flat += [plans.Mapped(a.base, functools.partial(_map, make)), *make(a.base.data_ptr())[1:]]
             apart = True
         else:
             flat.append(a)
@@ -143,6 +144,10 @@ def _again(compiled, grid: int, arguments: list[Any]) -> tuple[Callable, list[An
         launcher(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, said, enter, leave, *arguments)
 
     return run, flat
+
+
+def _map(make: Callable[[int], list[Any]], address: int) -> Any:
+    return make(address)[0]
 
 
 def _encoder(descriptor, metadata) -> Callable[[int], list[Any]]:
@@ -177,7 +182,8 @@ def _layout(block, dtype: torch.dtype) -> Any:
 
 def served(x) -> bool:
     """Whether the kernels serve this call."""
-    reason = unserved(Operands(*x[:3])) if x[0].numel() and x[1].numel() else "empty arrays"
+    q, k, v, _ = x
+    reason = unserved(Operands(q, k, v)) if q.numel() and k.numel() else "empty arrays"
     if reason is not None:
         logger.debug("attention: the kernels do not serve %s; the reference computes it", reason)
     return reason is None
@@ -186,9 +192,11 @@ def served(x) -> bool:
 def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
     """The results of an operator; None for a gradient that is not wanted."""
     problem = case.problem
-    pairs = [_alike(launcher, a, t) for a, t in zip(x[:3], tx[:3], strict=True)]
+    (*rows, mask), (*t_rows, t_mask) = x, tx
+    pairs = [_alike(launcher, a, t) for a, t in zip(rows, t_rows, strict=True)]
     # a gradient that is wanted has the whole shape of the mask
-    mask, t_mask = (x[3], tx[3]) if any(want[3::4]) else _unexpanded(x[3], tx[3])
+    whole = gives_gradients(name) and wants_bias(name, want)
+    mask, t_mask = (mask, t_mask) if whole else _unexpanded(mask, t_mask)
     t_x = Operands(*(t for _, t in pairs), None if t_mask is None else launcher.contiguous(t_mask))
     boolean = mask is not None and mask.dtype == torch.bool
     x = Operands(
@@ -208,17 +216,22 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
     if any(a is not None and not _describable(a) for a in through_descriptors):
         problem = dataclasses.replace(problem, implementation="portable")
     if name.startswith("forward"):
-        y = jobs.forward(launcher, problem, x, t_x)
-        return [a if i % 2 else _by_head(a) for i, a in enumerate(y) if a is not None]
+        o, lse, t_o, mu = jobs.forward(launcher, problem, x, t_x)
+        return [_by_head(o), lse, *([] if t_o is None else [_by_head(t_o), mu])]
     if name == "tangent":
         t_o, mu = jobs.tangent(launcher, problem, x, y[1], t_x)
         return _by_head(t_o), mu
     if name == "backward":
-        gradients = jobs.backward(launcher, problem, x, y, cy, want)[:4]
-    else:  # the tangent of the backward for the cotangents cty, whose tangents are cy
-        dtx, dx = jobs.backward_dual(launcher, problem, x, y, cty, (t_x, ty, cy), want[4:], want[:4])
-        gradients = (*dx[:4], *dtx[:4])
-    return [a if a is None or i % 4 == 3 else _by_head(a) for i, a in enumerate(gradients)]
+        return _gradients(jobs.backward(launcher, problem, x, y, cy, want))
+    # the tangent of the backward for the cotangents cty, whose tangents are cy
+    wanted, wanted_of_tx = want[:DIFFERENTIABLE], want[DIFFERENTIABLE:]
+    dtx, dx = jobs.backward_dual(launcher, problem, x, y, cty, (t_x, ty, cy), wanted_of_tx, wanted)
+    return [*_gradients(dx), *_gradients(dtx)]
+
+
+def _gradients(d: Operands) -> list[torch.Tensor | None]:
+    """Of q, k, v and the mask."""
+    return [*(None if a is None else _by_head(a) for a in (d.query, d.key, d.value)), d.bias]
 
 
 def _unexpanded(mask, t_mask):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jax_flash_jvp.problem import Precision
+
 
 class Mapped(NamedTuple):
     """An argument made from the address of a tensor, such as a TMA descriptor's."""
@@ -95,7 +97,7 @@ def keep(looks: tuple, plan: Plan | None) -> None:
     plans[looks] = plan
 
 
-def precision_of(q: Tensor) -> str:
+def precision_of(q: Tensor) -> Precision:
     """Of products of such a tensor, by the setting in force."""
     return "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
@@ -178,9 +180,12 @@ def made(args: Sequence[Any], launched: Sequence[Launched | Copied], results: Se
     for a in (*seen.values(), *between):
         places[a.data_ptr()] = len(known)
         known.append(a)
-    planned = [_launch(step, places) for step in launches]
-    if None in planned:
-        return None
+    planned = []
+    for step in launches:
+        launch = _launch(step, places)
+        if launch is None:
+            return None
+        planned.append(launch)
     order = [*seen]
     return Plan(
         parts,

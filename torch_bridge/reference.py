@@ -31,74 +31,81 @@ class Case(NamedTuple):
 def run(name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
     """The results of an operator, or more than these."""
     if name.startswith("backward"):
-        return backward_dual(x, tx, cy, cty, case, [*want, *[False] * (8 - len(want))])
-    return forward_dual(x, tx, case)[2 if name == "tangent" else 0 :]
+        return backward_dual(x, tx, cy, cty, case, [*want, *[False] * (len(GRADIENTS) - len(want))])
+    o, lse, t_o, mu = forward_dual(x, tx, case)
+    return [t_o, mu] if name == "tangent" else [o, lse, t_o, mu]
 
 
 def forward_dual(x, tx, case):
     """(o, ℓ, ȯ, μ)"""
-    return _sweep(_forward_dual, case, (*x, *tx), (True,) * 4, (None,) * 4, (x[0], None) * 2)
+    q, *_ = x
+    return _sweep(_forward_dual, case, (*x, *tx), ("o", "lse", "t_o", "mu"), (q, None, q, None))
 
 
 def backward_dual(x, tx, cy, cty, case, want):
     """The wanted gradients of x, then of tx; the others None."""
-    inputs = (*x, *tx, *cy, *cty)
-    f = partial(_backward_dual, want)
-    return _sweep(f, case, inputs, _has_rows(inputs)[:8], _keys_axes(inputs)[:8], (*x, *x))
+    return _sweep(partial(_backward_dual, want), case, (*x, *tx, *cy, *cty), GRADIENTS, (*x, *x))
 
 
 def backward_dual_vjp(inputs, cotangents, case, want, moving):
     """The gradients of the moving `inputs` of `backward_dual`."""
     f = partial(_vjp, partial(_backward_dual, want), moving)
-    return _sweep(f, case, (*inputs, *cotangents), _has_rows(inputs), _keys_axes(inputs), inputs)
+    return _sweep(f, case, (*inputs, *cotangents), INPUTS[: len(inputs)], inputs)
 
 
 # ------------------------------------------------------------------------------------------------ blocks of queries
 
 
-def _has_rows(inputs):
-    """Which of x, tx, cy, cty, and of results like x and tx, have a row for each query."""
-    x = (True, False, False, inputs[3] is not None and inputs[3].shape[2] != 1)
-    return (*x, *x, True, True, True, True, *x, *x)[: max(8, len(inputs))]
+# of x, tx, cy, cty, and of cotangents like x and tx: each by what it is like
+OF_KEYS, OF_SCORES = ("k", "v"), ("mask",)
+GRADIENTS = ("q", "k", "v", "mask") * 2
+INPUTS = (*GRADIENTS, "d_o", "d_lse", "d_to", "d_mu", *GRADIENTS)
 
 
-def _keys_axes(inputs):
-    """Of the same, the axis along which they have an element for each key, or None."""
-    x = (None, 2, 2, 3 if inputs[3] is not None and inputs[3].shape[3] != 1 else None)
-    return (*x, *x, None, None, None, None, *x, *x)[: max(8, len(inputs))]
+def _has_rows(name, mask):
+    """Has it a row for each query?"""
+    return (mask is not None and mask.shape[2] != 1) if name in OF_SCORES else name not in OF_KEYS
 
 
-def _cut(case, i, a):
-    """The i-th of x, tx, cy, cty and of cotangents like x and tx: what lies past the lengths, and may be anything, as zeros."""
-    of_keys = i % 4 in (1, 2) and not 8 <= i < 12
-    lengths = case.selection.key_lengths if of_keys else case.selection.query_lengths
-    if a is None or lengths is None or (i % 4 == 3 and not 8 <= i < 12):
+def _keys_axis(name, mask):
+    """The axis along which it has an element for each key, or None."""
+    if name in OF_SCORES:
+        return 3 if mask is not None and mask.shape[3] != 1 else None
+    return 2 if name in OF_KEYS else None
+
+
+def _cut(case, name, a):
+    """What lies past the lengths, and may be anything, as zeros."""
+    lengths = case.selection.key_lengths if name in OF_KEYS else case.selection.query_lengths
+    if a is None or lengths is None or name in OF_SCORES:
         return a
     past = torch.arange(a.shape[2], device=a.device) >= lengths[:, None]
     return a.masked_fill(past.view(past.shape[0], 1, past.shape[1], *[1] * (a.ndim - 3)), 0)
 
 
-def _sweep(f, case, inputs, has_rows, keys_axes, likes):
+def _sweep(f, case, inputs, names, likes):
     """Apply f(case, at, *inputs) to one block of queries after the other, `at` = (first query, queries in all, first key, keys in
-    all), and to the keys alone that causality and windows leave to these.  Results that have a row for each query are put
-    together, the others summed; then they get the dtypes of `likes`."""
-    q, k = inputs[:2]
+    all), and to the keys alone that causality and windows leave to these.  Results, of these names, that have a row for each
+    query are put together, the others summed; then they get the dtypes of `likes`."""
+    q, k, _, mask, *_ = inputs
+    given = INPUTS[: len(inputs)]
     queries, keys = q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    wide = [a if a is None or a.dtype == torch.bool else _cut(case, i, a.to(dtype)) for i, a in enumerate(inputs)]
+    pairs = zip(given, inputs, strict=True)
+    wide = [a if a is None or a.dtype == torch.bool else _cut(case, name, a.to(dtype)) for name, a in pairs]
     size = max(16, (ON_CPU if q.device.type == "cpu" else BLOCK) // max(1, q.shape[0] * q.shape[1] * keys))
     results = [[] for _ in likes]
     for first in range(0, max(1, queries), size):
         begin, end = _seen(case.problem.reach(queries, keys), first, min(first + size, queries), keys)
-        cut = zip(wide, _has_rows(inputs), _keys_axes(inputs), strict=True)
-        block = [
-            a if a is None else _narrow(a[:, :, first : first + size] if r else a, axis, begin, end)
-            for a, r, axis in cut
-        ]
+        block = []
+        for name, a in zip(given, wide, strict=True):
+            rows = a if a is None or not _has_rows(name, mask) else a[:, :, first : first + size]
+            block.append(rows if rows is None else _narrow(rows, _keys_axis(name, mask), begin, end))
         values = f(case, (first, queries, begin, keys), *block)
-        for result, value, r, axis in zip(results, values, has_rows, keys_axes, strict=True):
-            value = _widen(value, axis, begin, keys)
-            result[:] = [*result, value] if r or not result or value is None else [result[0] + value]
+        for result, value, name in zip(results, values, names, strict=True):
+            value = _widen(value, _keys_axis(name, mask), begin, keys)
+            more = _has_rows(name, mask) or not result or value is None
+            result[:] = [*result, value] if more else [result[0] + value]
     joined = [None if r[0] is None else torch.cat(r, 2) if len(r) > 1 else r[0] for r in results]
     return [a if a is None or like is None else a.to(like.dtype) for a, like in zip(joined, likes, strict=True)]
 

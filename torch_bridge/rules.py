@@ -23,8 +23,10 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd.function import _SingleLevelFunction  # private: what torch.func makes of a Function for one level
 
-from torch_bridge import operators, reference
-from torch_bridge.operators import case_of, compute, filled, library, ops, outside_dynamo, split
+from torch_bridge import compute, reference
+from torch_bridge.operators import filled, library, ops, outside_dynamo
+from torch_bridge.options import case_of
+from torch_bridge.signatures import split
 
 NONE = (None,) * 4
 _NEITHER = None, None
@@ -57,6 +59,12 @@ VECTORIZED = (
     "vectorize=True, where PyTorch loses what was saved for it: use torch.func.hessian, torch.func.jacfwd or vectorize=False, "
     "or torch.no_grad() if no gradient is wanted"
 )
+
+
+def _halves(both):
+    """What is of y, or of x, and what is of its tangents."""
+    n = len(both) // 2
+    return both[:n], both[n:]
 
 
 def _some(tensors) -> bool:
@@ -98,7 +106,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 def _from_above(name, *args):
     """The operator, None for a gradient that is not wanted.  On a GPU without the dispatcher, unless somebody may be listening
     there: a mode, a tracer, a level of torch.func, a profiler, or a tensor that is more than one."""
-    if operators.on_nvidia(args[0]) and _included().raw_repr() == _EAGER and _unheard() and _alone(args):
+    if compute.on_nvidia(args[0]) and _included().raw_repr() == _EAGER and _unheard() and _alone(args):
         return RULES[name](*args, below=_straight_below)
     return getattr(ops, name)(*args)
 
@@ -115,15 +123,17 @@ def _from_jvp(args, with_lse):
         return None
     if not (torch._C._is_fwd_grad_enabled() and _functorch.CJvpInterpreterPtr(top).prevFwdGradMode()):
         return None
-    tx = _unpack(args[:4])[1]
+    x, (selection, *static) = split("forward", args)
+    tx = _unpack(x)[1]
     # primals as they lie beneath, not as unpacked: autograd has one node less for each
-    beneath = [_functorch.get_unwrapped(a) if _wrapped(a) else a for a in (*args[:4], *tx, args[4])]
-    if not _some(tx) or not operators.on_nvidia(beneath[0]) or not _alone(beneath):
+    beneath = lambda tensors: [_functorch.get_unwrapped(a) if _wrapped(a) else a for a in tensors]
+    x, tx, (selection,) = beneath(x), beneath(tx), beneath([selection])
+    if not _some(tx) or not compute.on_nvidia(x[0]) or not _alone((*x, *tx, selection)):
         return None
     level = _functorch.pop_dynamic_layer_stack()
     try:
         # beneath there are no tangents: PyTorch has one level of forward_ad, which this jvp took
-        results = _dual(beneath[:4], beneath[4:8], (beneath[8], *args[5:]), below=_straight_below)
+        results = _dual(x, tx, (selection, *static), below=_straight_below)
     finally:
         _functorch.push_dynamic_layer_stack(level)
     o, lse, t_o, mu = (_functorch._wrap_for_grad(a, 1) for a in results)
@@ -148,13 +158,7 @@ def _below(name, *args):
     """The operator beneath this key, None for a gradient that is not wanted.  On a GPU without the dispatcher, which takes as
     long as a launch, unless somebody may be listening there: a mode, a level of torch.func, the older vmap, or a tensor that
     is more than one.  A profiler then sees the operator above and the kernel."""
-    if (
-        operators.on_nvidia(args[0])
-        and _modes() == 0
-        and _levels() is None
-        and not _in_mode(_VMAP_MODE)
-        and _alone(args)
-    ):
+    if compute.on_nvidia(args[0]) and _modes() == 0 and _levels() is None and not _in_mode(_VMAP_MODE) and _alone(args):
         return _straight_below(name, *args)
     with torch._C._AutoDispatchBelowAutograd():  # private: what every kernel at the Autograd key does
         return getattr(ops, name)(*args)
@@ -162,7 +166,7 @@ def _below(name, *args):
 
 def _straight_below(name, *args):
     with torch._C._AutoDispatchBelowAutograd():
-        return compute(name, *args)
+        return compute.compute(name, *args)
 
 
 class _Record(_SingleLevelFunction):
@@ -210,11 +214,11 @@ def _differentiable(inputs, wanted):
 
 
 def _forward(*args, below=_below):
-    x, static = args[:4], args[4:8]
+    x, (selection, is_causal, scale, options, *_) = split("forward", args)
+    static = selection, is_causal, scale, options
     px, tx = _unpack(x)
     if _some(tx):
-        results = _dual(px, tx, static, kept=x)
-        return _pack(results[:2], results[2:])
+        return _pack(*_halves(_dual(px, tx, static, kept=x)))
 
     def pullback(x, y, kept, cy, wanted):
         return _from_above("backward", *x, *cy, *y, *static, _differentiable(x, wanted))
@@ -227,13 +231,15 @@ def _dual(x, tx, static, kept=(), below=_below):
     backward runs; then the gradients have tangents too."""
 
     def pullback(inputs, outputs, kept, cotangents, wanted):
-        (x, tx), y, ty, cy, cty = (inputs[:4], inputs[4:]), outputs[:2], outputs[2:], cotangents[:2], cotangents[2:]
+        x, tx, _ = split("forward_dual", inputs)
+        y, ty = _halves(outputs)
+        cy, cty = _halves(cotangents)
         want = _differentiable(inputs, wanted)
         if _some(_unpack(kept)[1]):
             x, y = kept, _pack(y, ty)
         if _some(cty):
             return _from_above("backward_dual", *x, *tx, *cy, *cty, *y, *ty, *static, want)
-        return *_from_above("backward", *x, *cy, *y, *static, want[:4]), *NONE
+        return *_from_above("backward", *x, *cy, *y, *static, _halves(want)[0]), *NONE
 
     return _record(pullback, below("forward_dual", *x, *tx, *static), (*x, *tx), kept)
 
@@ -242,10 +248,10 @@ def _forward_dual(*args, below=_below):
     x, tx, static = split("forward_dual", args)
     (px, dx), (ptx, dtx) = _unpack(x), _unpack(tx)
     if _some(dx):
-        return reference.forward_dual(x, tx, case_of(*x[:2], *static))
+        return reference.forward_dual(x, tx, case_of(x[0], x[1], *static))
     if _some(dtx):
-        results = _dual(px, ptx, static)
-        return *results[:2], *_pack(results[2:], ops.tangent(*px, *dtx, *results[:2], *static), tx)
+        y, ty = _halves(_dual(px, ptx, static))
+        return *y, *_pack(ty, ops.tangent(*px, *dtx, *y, *static), tx)
     return _dual(x, tx, static, below=below)
 
 
@@ -253,18 +259,20 @@ def _tangent(*args, below=_below):
     x, tx, y, static = split("tangent", args)
     (px, dx), (ptx, dtx), (py, _) = _unpack(x), _unpack(tx), _unpack(y)
     if _some(dx):
-        return reference.forward_dual(x, tx, case_of(*x[:2], *static))[2:]
+        return _halves(reference.forward_dual(x, tx, case_of(x[0], x[1], *static)))[1]
     if _some(dtx):
         return _pack(ops.tangent(*px, *ptx, *py, *static), ops.tangent(*px, *dtx, *py, *static), tx)
 
     def pullback(inputs, ty, kept, cty, wanted):
         x, tx, y, _ = split("tangent", inputs)
-        want = _differentiable(inputs[:8], wanted[:8])
-        if any(want[:4]):
-            return *ops.backward_dual(*x, *tx, None, None, *cty, *y, *ty, *static, want), None, None
-        return *NONE, *ops.backward(*x, *cty, *y, *static, want[4:]), None, None
+        wanted_of_x, wanted_of_tx, _, _ = split("tangent", wanted)
+        want, want_of_tx = _differentiable(x, wanted_of_x), _differentiable(tx, wanted_of_tx)
+        if any(want):
+            flags = [*want, *want_of_tx]
+            return *ops.backward_dual(*x, *tx, None, None, *cty, *y, *ty, *static, flags), None, None
+        return *NONE, *ops.backward(*x, *cty, *y, *static, want_of_tx), None, None
 
-    return _record(pullback, below("tangent", *args), args[:10])
+    return _record(pullback, below("tangent", *args), (*x, *tx, *y))
 
 
 def _backward(*args, below=_below):
@@ -273,8 +281,8 @@ def _backward(*args, below=_below):
     py, ty = _unpack(y) if _some(tx) or _some(tcy) else (y, ())
     if _some(tx):
         ty = ty if all(t is not None for t in ty) else ops.tangent(*px, *tx, *py, *static)
-        both = ops.backward_dual(*px, *tx, *tcy, *pcy, *py, *ty, *static, [*want, *want])
-        return _pack(both[4:], both[:4], (*x, *cy))
+        dx, dtx = _halves(ops.backward_dual(*px, *tx, *tcy, *pcy, *py, *ty, *static, [*want, *want]))
+        return _pack(dtx, dx, (*x, *cy))
     if _some(tcy):
         return _pack(ops.backward(*px, *pcy, *py, *static, want), ops.backward(*px, *tcy, *py, *static, want), cy)
 
@@ -282,22 +290,25 @@ def _backward(*args, below=_below):
         x, cy, y, _ = split("backward", inputs)
         tx = tuple(t if w else None for t, w in zip(c, want, strict=True))
         ty, dx = ops.tangent(*x, *tx, *y, *static), NONE
-        if any(wanted[:4]):
-            flags = [*_differentiable(x, wanted[:4]), *[False] * 4]
-            dx = ops.backward_dual(*x, *tx, None, None, *cy, *y, *ty, *static, flags)[:4]
+        wanted_of_x, _, _, _ = split("backward", wanted)
+        if any(wanted_of_x):
+            flags = [*_differentiable(x, wanted_of_x), *[False] * len(tx)]
+            dx, _ = _halves(ops.backward_dual(*x, *tx, None, None, *cy, *y, *ty, *static, flags))
         return *dx, *ty, None, None
 
-    return _record(pullback, below("backward", *args), args[:8])
+    return _record(pullback, below("backward", *args), (*x, *cy, *y))
 
 
 def _backward_dual(*args, below=_below):
     """The reference, with y and ty computed afresh."""
-    inputs, (*static, want) = args[:12], args[16:]
-    case = partial(case_of, *inputs[:2], *static)
+    x, tx, cy, cty, _, _, (*static, want) = split("backward_dual", args)
+    inputs, (q, k, _, _) = (*x, *tx, *cy, *cty), x
+    case = partial(case_of, q, k, *static)
     if _some(_unpack(inputs)[1]):
-        results = reference.backward_dual(inputs[:4], inputs[4:8], inputs[8:10], inputs[10:], case(), want)
-        absent = lambda i: torch.zeros_like(inputs[i % 4]) if want[i] else inputs[0].new_empty(0)
-        return tuple(absent(i) if a is None else a for i, a in enumerate(results))
+        results = reference.backward_dual(x, tx, cy, cty, case(), want)
+        absent = lambda like, wanted: torch.zeros_like(like) if wanted else q.new_empty(0)
+        of_each = zip(results, (*x, *x), want, strict=True)  # of x, then of tx, which are like x
+        return tuple(absent(like, wanted) if a is None else a for a, like, wanted in of_each)
 
     def pullback(inputs, outputs, kept, cotangents, wanted):
         cotangents = [c if w else None for c, w in zip(cotangents, want, strict=True)]

@@ -1,0 +1,77 @@
+"""Errors about arguments that the two frameworks do not share; `jax_flash_jvp/problem.py` has the others."""
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jax_flash_jvp.problem import Operands, check_operands
+
+
+def check_tensor(name: str, a: Any) -> None:
+    if not isinstance(a, Tensor):
+        raise TypeError(f"`{name}` must be a tensor: got {type(a).__name__}")
+
+
+def check_number(name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")
+    if type(value) not in (int, float):
+        if torch.compiler.is_compiling() or isinstance(value, torch.SymInt | torch.SymFloat):
+            return
+        try:
+            if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):  # numpy's would lose a part
+                raise TypeError
+            value = math.fabs(value)
+        except TypeError as error:
+            raise TypeError(f"`{name}` must be a number: got {value!r}") from error
+        except OverflowError:
+            value = math.inf
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"`{name}` must be finite in float32: got {value}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if type(value).__name__ not in ("bool", "bool_", "SymBool") and not torch.compiler.is_compiling():  # numpy's too
+        raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
+
+
+def check_devices(query: Tensor, named: Iterable[tuple[str, Any]]) -> None:
+    for name, a in named:
+        check_tensor(name, a)
+        if a.device != query.device:
+            raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
+        if a.is_nested:
+            raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
+        if type(a) is not Tensor and hasattr(a, "placements"):
+            raise ValueError(f"`{name}` must not be a DTensor: wrap the call in torch.distributed's `local_map`")
+        if a.layout != torch.strided:
+            raise ValueError(f"`{name}` must not be sparse: got {a.layout}; pass its `to_dense()`")
+
+
+class Described(NamedTuple):
+    """Shape [B, T, N, H] and dtype of an array."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_checked: set[tuple] = set()  # found good
+
+
+def check_shapes(*described: Any) -> None:
+    """Of the shapes [B, N, T, D] of query, key and value, then their dtypes."""
+    known = not torch.compiler.is_compiling()
+    try:
+        if known and described in _checked:
+            return
+    except TypeError:  # symbolic
+        known = False
+    q, k, v, *dtypes = described
+    query, key, value = (Described(s[::2] + s[1::2], d) for s, d in zip((q, k, v), dtypes, strict=True))
+    check_operands(Operands(query, key, value))
+    if known and len(_checked) < 4096:
+        _checked.add(described)

@@ -1,0 +1,117 @@
+"""What an operator is told besides its tensors: an `options` string, and a selection, one tensor of integers.
+
+Operators take no records, so that options are words: left=N, right=N, lower_right, soft_cap=C, dropout=RATE, the names of what
+counts in the selection, and code=…, which says nothing to them: PyTorch keeps compiled programs on disk, gradients included, by
+the names and arguments of their operators, and would use those of another version of this package.
+
+A selection is int32 [B, 4 + T + S]: the lengths of queries and keys, a seed of two numbers, and the segments of queries and keys.
+"""
+
+import functools
+import pathlib
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from jax_flash_jvp.problem import SELECTORS, Operands, Precision, Problem
+from torch_bridge.plans import precision_of
+from torch_bridge.reference import Case
+
+LARGEST = 2**31 - 1
+NARROW = (torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint8)  # fit int32
+SELECTED = (*SELECTORS, "seed")  # what a selection holds
+CODE = f"code={zlib.crc32(b''.join(p.read_bytes() for p in sorted(pathlib.Path(__file__).parent.glob('*.py')))):08x}"
+
+
+def words_of(
+    window: tuple[int | None, int | None] | None, lower_right: bool, soft_cap: float | None, dropout_rate: float
+) -> tuple[str, ...]:
+    left, right = window or (None, None)
+    words = [f"left={left}"] if left is not None else []
+    words += [f"right={right}"] if right is not None else []
+    words += ["lower_right"] if lower_right else []
+    words += [f"soft_cap={soft_cap!r}"] if soft_cap is not None else []
+    words += [f"dropout={dropout_rate!r}"] if 0 < dropout_rate < 1 else []
+    return tuple(words)
+
+
+def drops(words: Iterable[str]) -> bool:
+    """Do these words name a rate of dropout?"""
+    return any(word.startswith("dropout=") for word in words)
+
+
+def select(
+    selected: Sequence[Tensor | None], options: tuple[str, ...], q: Tensor, k: Tensor
+) -> tuple[Tensor | None, str]:
+    """The selection and the options of an operator, of these words.  `selected`: what SELECTORS name, or nothing."""
+    if not options and not selected:
+        return None, ""
+    dropout = drops(options)
+    if not dropout and not selected:
+        return None, " ".join(options)
+    query_lengths, key_lengths, query_segments, key_segments = given = selected or (None,) * len(SELECTORS)
+    batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
+    new = lambda *shape: q.new_zeros((batch, *shape), dtype=torch.int32)
+    lengths = [new() if a is None else _length(a) for a in (query_lengths, key_lengths)]
+    seed = torch.randint(-(2**31), 2**31 - 1, (batch, 2), device=q.device, dtype=torch.int32) if dropout else new(2)
+    if query_segments is None or key_segments is None:
+        segments = [new(queries), new(keys)]
+    else:
+        segments = _segments(query_segments, key_segments)
+    names = [name for name, a in zip(SELECTORS, given, strict=True) if a is not None]
+    return torch.cat([torch.stack(lengths, 1), seed, *segments], 1), " ".join((*options, *names, *["seed"] * dropout))
+
+
+def _length(a: Tensor) -> Tensor:
+    """In int32; beyond all tensors is as good as at their end."""
+    if a.dtype in NARROW:
+        return a.to(torch.int32)
+    wide = a.to(torch.int64)
+    wide = wide.masked_fill(wide < 0, LARGEST) if a.dtype == torch.uint64 else wide
+    return wide.clamp(-1, LARGEST).to(torch.int32)
+
+
+def _segments(queries: Tensor, keys: Tensor) -> list[Tensor]:
+    """In int32, in the same order."""
+    if queries.dtype in NARROW and keys.dtype in NARROW:
+        return [queries.to(torch.int32), keys.to(torch.int32)]
+    if torch.uint64 in (queries.dtype, keys.dtype) and queries.dtype != keys.dtype:
+        raise TypeError(
+            "`query_segment_ids` and `key_value_segment_ids` must fit one dtype: got "
+            f"{queries.dtype} and {keys.dtype}; cast one of them"
+        )
+    both = torch.cat([queries.to(torch.int64), keys.to(torch.int64)], 1)
+    ranks = torch.searchsorted(both.sort(1).values, both, out_int32=True)
+    return [*ranks.split([queries.shape[1], keys.shape[1]], 1)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _problem(is_causal: bool, scale: float, options: str, precision: Precision) -> tuple[Problem, frozenset[str]]:
+    """What the options say, and the names of what stands in a selection."""
+    words = dict(word.partition("=")[::2] for word in options.split())
+    left, right = (int(words[side]) if side in words else None for side in ("left", "right"))
+    problem = Problem(
+        scale,
+        is_causal,
+        window=None if left is None and right is None else (left, right),
+        lower_right="lower_right" in words,
+        soft_cap=float(words["soft_cap"]) if "soft_cap" in words else None,
+        dropout_rate=float(words.get("dropout", 0)),
+        precision=precision,
+    )
+    return problem, frozenset(words) & {*SELECTED}
+
+
+def case_of(q: Tensor, k: Tensor, selection: Tensor | None, is_causal: bool, scale: float, options: str) -> Case:
+    problem, names = _problem(is_causal, scale, options, precision_of(q))
+    x = Operands(q, k, None)
+    if selection is not None:
+        query_segments, key_segments = selection[:, 4:].split([q.shape[2], k.shape[2]], 1)
+        held = dict(
+            query_lengths=selection[:, 0], key_lengths=selection[:, 1], query_segments=query_segments,
+            key_segments=key_segments, seed=selection[:, 2:4],
+        )  # fmt: skip
+        x = x._replace(**{name: held[name] for name in SELECTED if name in names})
+    return Case(problem, x)

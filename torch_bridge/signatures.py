@@ -1,0 +1,102 @@
+"""What the operators take and give, by name.
+
+    forward          x                         -> o, ℓ
+    forward_dual     x, tx                     -> o, ℓ, ȯ, μ
+    tangent          x, tx, y                  -> ȯ, μ
+    backward         x, cy, y                  -> the gradients of x
+    backward_dual    x, tx, cy, cty, y, ty     -> the gradients of x, and of tx
+
+A gradient that is not wanted is an empty tensor: a fixed number of tensors is what every dispatch key handles.
+"""
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUPS = {  # of tensors
+    "x": ("q", "k", "v", "mask"),
+    "tx": ("t_q", "t_k", "t_v", "t_mask"),
+    "cy": ("d_o", "d_lse"),
+    "cty": ("d_to", "d_mu"),
+    "y": ("o", "lse"),
+    "ty": ("t_o", "mu"),
+}
+REQUIRED = ("q", "k", "v", *GROUPS["y"], *GROUPS["ty"])  # the others may be None
+BIASES = ("mask", "t_mask")
+STATIC = "Tensor? selection, bool is_causal, float scale, str options"  # of `case_of`
+WANT = STATIC + ", bool[] want"
+
+
+class Operator(NamedTuple):
+    groups: tuple[str, ...]
+    static: str  # what follows the tensors
+    results: tuple[str, ...]  # of the backward gradients, named like that of which they are
+    products: int  # of matrices, if nothing is absent
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(name for group in self.groups for name in GROUPS[group])
+
+    @property
+    def schema(self) -> str:
+        tensors = [f"Tensor{'' if name in REQUIRED else '?'} {name}" for name in self.tensors]
+        return f"({', '.join([*tensors, self.static])}) -> ({', '.join(['Tensor'] * len(self.results))})"
+
+
+OPERATORS = {
+    "forward": Operator(("x",), STATIC + ", bool compiled=False", GROUPS["y"], 2),
+    "forward_dual": Operator(("x", "tx"), STATIC, GROUPS["y"] + GROUPS["ty"], 6),
+    "tangent": Operator(("x", "tx", "y"), STATIC, GROUPS["ty"], 6),
+    "backward": Operator(("x", "cy", "y"), WANT, GROUPS["x"], 5),
+    "backward_dual": Operator(("x", "tx", "cy", "cty", "y", "ty"), WANT, GROUPS["x"] + GROUPS["tx"], 15),
+}
+
+
+def split(name: str, args: Sequence[Any]) -> list[Any]:
+    """The tensors in groups, and what follows them."""
+    return [args[part] for part in _slices(name)]
+
+
+@functools.cache
+def _slices(name: str) -> list[slice]:
+    ends = [*accumulate(len(GROUPS[group]) for group in OPERATORS[name].groups)]
+    return [slice(*ends) for ends in pairwise([0, *ends, None])]
+
+
+def gives_gradients(name: str) -> bool:
+    """Is what follows the tensors of this operator `want`, last of all?"""
+    return OPERATORS[name].static == WANT
+
+
+def wants_bias(name: str, want: Sequence[bool]) -> bool:
+    """Is the gradient of a mask wanted, or of its tangent?"""
+    return any(w and result in BIASES for result, w in zip(OPERATORS[name].results, want, strict=True))
+
+
+def by_length(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Uninitialised, in the memory order [B, T, N, D]: as the kernels write it.  No view, which autograd lets nobody change."""
+    _, heads, length, channels = shape
+    return like.new_empty_strided(shape, (length * heads * channels, channels, heads * channels, 1))
+
+
+def allocate(name: str, *args: Any) -> tuple[Tensor, ...]:
+    """The results, uninitialised: what fake and meta tensors give."""
+    given, results = dict(zip(OPERATORS[name].tensors, args, strict=False)), OPERATORS[name].results
+    q, v = given["q"], given["v"]
+    if gives_gradients(name):
+        gradients = []
+        for result, wanted in zip(results, args[-1], strict=True):
+            like = given[result.removeprefix("t_")]
+            if not wanted:
+                gradients.append(q.new_empty(0))
+            else:
+                gradients.append(like.new_empty(like.shape) if result in BIASES else by_length(like, like.shape))
+        return tuple(gradients)
+    shape, dtype = q.shape[:-1], torch.promote_types(q.dtype, torch.float32)
+    output = lambda: by_length(q, (*shape, v.shape[-1]))
+    statistic = lambda: q.new_empty(shape, dtype=dtype)
+    return tuple(output() if result in ("o", "t_o") else statistic() for result in results)
