@@ -1,7 +1,7 @@
 """The pictures of README and of the site, drawn from what was measured.
 
-    python docs/pictures.py                           # docs/images/speed.png, of README
-    python docs/pictures.py --examples output         # docs/images/examples.png too, of what examples/ drew there
+python docs/pictures.py                           # docs/images/speed.png, of README
+python docs/pictures.py --examples output         # docs/images/examples.png too, of what examples/ drew there
 """
 
 import argparse
