@@ -82,7 +82,7 @@ def test_links_of_readme_work_elsewhere():
     """A package index shows no relative ones."""
     for link in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
         if link.startswith(SITE):
-            page = link.removeprefix(SITE).rstrip("/") or "index"
+            page = link.removeprefix(SITE).partition("#")[0].rstrip("/") or "index"
             assert any((ROOT / "docs" / name).exists() for name in (f"{page}.md", f"{page}/index.md")), link
         else:
             path = re.fullmatch(re.escape(REPOSITORY) + r"(?:blob|raw)/main/(.+)", link)
