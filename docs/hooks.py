@@ -44,6 +44,7 @@ def on_page_content(content: str, **_) -> str:
 def _math(display: str):
     def replace(found: re.Match) -> str:
         formula = convert(html.unescape(found[1]).strip(), display=display)
+        formula = formula.replace("<mover>", '<mover accent="true">')  # dots and bars, close to what they stand over
         return formula if display == "inline" else f'<div class="formula">{formula}</div>'
 
     return replace
@@ -69,7 +70,7 @@ def _relinked(page: str, source: str) -> str:
 
 
 def _table(path: pathlib.Path, job: str) -> str:
-    """Milliseconds and TFLOP/s of a job, by length and head dim, for whoever was measured."""
+    """Milliseconds / TFLOP/s of a job, by length and head dim, for whoever was measured."""
     with open(path, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["job"] == job]
     if not rows:
@@ -80,6 +81,6 @@ def _table(path: pathlib.Path, job: str) -> str:
     lines = ["| L | heads × channels | " + " | ".join(who) + " |", "|---|---|" + "---|" * len(who)]
     for case in sorted(cases, key=lambda c: (int(c[2]), int(c[0]))):
         found = [cells.get((*case, one)) for one in who]
-        times = [f"{float(row['milliseconds']):.3g} ms, {float(row['tflops']):.0f}" if row else "" for row in found]
+        times = [f"{float(row['milliseconds']):.3g}\u00a0/\u00a0{float(row['tflops']):.0f}" if row else "" for row in found]
         lines.append(f"| {case[0]} | {case[1]} × {case[2]} | " + " | ".join(times) + " |")
     return "\n".join(lines)

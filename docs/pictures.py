@@ -70,35 +70,34 @@ def over_length(rows: list[dict], jobs, head_dims, size) -> pyplot.Figure:
         axis.set_xlabel("sequence length")
     axes[0, 0].set_ylabel("TFLOP/s")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
-    figure.tight_layout(rect=(0, 0.3 / size[1], 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels) if len(labels) < 6 else 4, frameon=False)
+    figure.tight_layout(rect=(0, (0.3 if len(labels) < 6 else 0.5) / size[1], 1, 1))
     return figure
 
 
 def timeline() -> pyplot.Figure:
     """Forward + tangent on Hopper: what the producer and two consumer warpgroups do, tile after tile."""
-    figure, axis = pyplot.subplots(figsize=(10, 3.2))
-    lanes = {"producer warp (TMA)": 4, "warpgroup 0, products": 3, "warpgroup 0, math": 2, "warpgroup 1, products": 1,
-             "warpgroup 1, math": 0}  # fmt: skip
-    load, product, math = "#81a4cd", "#c8553d", "#e0a458"
+    figure, axis = pyplot.subplots(figsize=(10, 3.4))
+    lanes = {"producer warp (TMA)": 4, "warpgroup 0: products": 3, "warpgroup 0: math": 2, "warpgroup 1: products": 1,
+             "warpgroup 1: math": 0}  # fmt: skip
+    load, product, math = "#81a4cd", "#e08e79", "#f0c987"
 
     def box(lane: str, start: float, length: float, text: str, color: str) -> None:
-        y = lanes[lane]
-        axis.barh(y, length, left=start, height=0.72, color=color, edgecolor="white")
-        axis.text(start + length / 2, y, text, ha="center", va="center", fontsize=7.5, color="black")
+        axis.barh(lanes[lane], length, left=start, height=0.8, color=color, edgecolor="white")
+        axis.text(start + length / 2, lanes[lane], text, ha="center", va="center", fontsize=8)
 
     for tile in range(3):
-        box("producer warp (TMA)", 4 * tile - 1.6, 1.0, f"K, K̇ of {tile}", load)
-        box("producer warp (TMA)", 4 * tile - 0.6, 1.0, f"V, V̇ of {tile}", load)
+        box("producer warp (TMA)", 4 * tile - 2, 0.95, f"K, K̇\nof tile {tile}", load)
+        box("producer warp (TMA)", 4 * tile - 1, 0.95, f"V, V̇\nof tile {tile}", load)
     for group, delay in ((0, 0.0), (1, 2.0)):
-        for tile in range(3):
+        for tile in range(2):
             start = 4 * tile + delay
-            box(f"warpgroup {group}, products", start, 1.0, f"S, Ṡ of {tile}", product)
-            box(f"warpgroup {group}, math", start + 1.0, 1.0, "softmax, c", math)
-            box(f"warpgroup {group}, products", start + 2.0, 1.0, "P V, P V̇", product)
-            box(f"warpgroup {group}, math", start + 2.0, 1.0, "P∘(Ṡ − c)", math)
-            box(f"warpgroup {group}, products", start + 3.0, 1.0, "(P∘(Ṡ − c)) V", product)
-            box(f"warpgroup {group}, math", start + 3.0, 0.6, "rescale", math)
+            box(f"warpgroup {group}: products", start, 0.95, f"S, Ṡ\nof tile {tile}", product)
+            box(f"warpgroup {group}: math", start + 1, 0.95, "softmax,\nmean c", math)
+            box(f"warpgroup {group}: products", start + 2, 0.95, "P V, P V̇", product)
+            box(f"warpgroup {group}: math", start + 2, 0.95, "P∘(Ṡ − c)", math)
+            box(f"warpgroup {group}: products", start + 3, 0.95, "P∘(Ṡ − c)\ntimes V", product)
+            box(f"warpgroup {group}: math", start + 3, 0.95, "rescale", math)
     axis.set_yticks(list(lanes.values()), list(lanes))
     axis.set_xticks([])
     axis.set_xlabel("time →")
