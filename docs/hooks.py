@@ -21,7 +21,6 @@ ELSEWHERE = {  # pages whose text stands in the repository, by where they are on
     "dev/contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-JOBS = ("forward", "forward + JVP", "backward", "dual backward")
 
 
 def on_files(files: Files, config) -> Files:
@@ -81,6 +80,8 @@ def _table(path: pathlib.Path, job: str) -> str:
     lines = ["| L | heads × channels | " + " | ".join(who) + " |", "|---|---|" + "---|" * len(who)]
     for case in sorted(cases, key=lambda c: (int(c[2]), int(c[0]))):
         found = [cells.get((*case, one)) for one in who]
-        times = [f"{float(row['milliseconds']):.3g}\u00a0/\u00a0{float(row['tflops']):.0f}" if row else "" for row in found]
+        times = [
+            f"{float(row['milliseconds']):.3g}\u00a0/\u00a0{float(row['tflops']):.0f}" if row else "" for row in found
+        ]
         lines.append(f"| {case[0]} | {case[1]} × {case[2]} | " + " | ".join(times) + " |")
     return "\n".join(lines)
