@@ -29,7 +29,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--write-support", action="store_true", help="write README's table of features from this run")
+    parser.addoption("--write-support", action="store_true", help="write the table of docs/features.md from this run")
 
 
 def pytest_terminal_summary(terminalreporter, config):

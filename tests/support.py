@@ -1,8 +1,8 @@
-"""README's table of features, from what the tests ran on the machine that is to be spoken of, by the command in its place."""
+"""The table of features on the site, written from what tests ran on the machine that is to be spoken of, by COMMAND."""
 
 import pathlib
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "features.md"
 COMMAND = "pytest --write-support -m 'slow or not slow' tests/test_features.py tests/test_torch_features.py"
 START, END = f"<!-- support: {COMMAND} -->\n", "<!-- /support -->\n"
 FEATURES = {  # by what the names of the cases start with
@@ -37,5 +37,5 @@ def write(claims: list[tuple[str, str, bool]]) -> None:
         outcomes = ([passed for f, c, passed in claims if (f, c) == (feature, column)] for column in columns)
         cells = ("" if not found else "✓" if all(found) else "✗" for found in outcomes)
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
-    before, rest = README.read_text().split(START)
-    README.write_text(before + START + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+    before, rest = PAGE.read_text().split(START)
+    PAGE.write_text(before + START + "\n".join(lines) + "\n" + END + rest.split(END)[1])

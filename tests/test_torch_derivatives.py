@@ -340,7 +340,7 @@ def test_checkpoint_of_a_plain_step(reentrant):
 
 
 def test_selective_checkpoint_saves_attention():
-    """By the policy of the README: the forward is not launched again."""
+    """By the policy that the site gives: the forward is not launched again."""
 
     def policy(context, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if "torch_bridge" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE

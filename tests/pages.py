@@ -1,0 +1,22 @@
+"""Pages of the site as programs: their Python blocks, in order, some of it shortened as the page says in a comment."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SHORT = re.compile(r"^<!-- short: (.+) => (.+) -->$", re.MULTILINE)
+
+
+def code(page: pathlib.Path) -> str:
+    text = page.read_text()
+    program = "\n\n".join(BLOCK.findall(text))
+    for long, short in SHORT.findall(text):
+        if program.count(long) != 1:
+            raise ValueError(f"{page} shortens {long!r}, which stands there {program.count(long)} times")
+        program = program.replace(long, short)
+    return program
+
+
+def with_code() -> list[pathlib.Path]:
+    return [page for page in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(page.read_text())]
