@@ -11,7 +11,7 @@ import pytest
 
 from jax_flash_jvp import launch
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = dict(steps=4, checkpoint_every=2, log_every=2, batch=18, samples=36, width=16, heads=2, depth=1, warmup_steps=2)
 SCRIPTS = {
     "meanflow_jax": dict(attention="interpret"),  # see `kernels`
@@ -19,7 +19,10 @@ SCRIPTS = {
 }
 DEVICES = 3
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs conftest.py's CPU devices")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs conftest.py's CPU devices"),
+]
 
 
 @dataclasses.dataclass

@@ -1,7 +1,6 @@
 """The kernels on a GPU, launched by jax-triton, at real sizes: `pytest -m gpu`."""
 
 import functools
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -11,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import offsets
 import oracle
-import test_offsets
+from families import FAMILIES, hopper
 from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.launch import JaxTriton
 
@@ -84,12 +84,6 @@ def by(implementation):
 
 
 triton = by("triton")
-hopper = pytest.mark.skipif(
-    int(importlib.metadata.version("jax-triton").split(".")[1]) < 4
-    or all(d.platform != "gpu" or d.compute_capability != "9.0" for d in jax.devices()),
-    reason="the Hopper kernels need jax-triton 0.4 and a Hopper GPU",
-)
-FAMILIES = ["portable", pytest.param("hopper", marks=hopper)]
 
 
 def operands(shape, seed=0):
@@ -393,9 +387,9 @@ FAMILIES = ["portable", pytest.param("hopper", marks=hopper)]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
-@pytest.mark.parametrize("feature", [{}, *test_offsets.FEATURES_OF_ANY_LENGTH.values()], ids=str)
+@pytest.mark.parametrize("feature", [{}, *offsets.FEATURES_OF_ANY_LENGTH.values()], ids=str)
 @pytest.mark.parametrize("offset", [(0, 0), (1, 2), (16, 0), (4, 2)], ids=str)
 def test_offsets_of_keys_and_values(family, head_dim, feature, offset):
     """Half the length of Hopper's rings and more; up to three times naive attention's error where δ is what remains of it."""
     times = 3.0 if offset[1] else 2.0
-    test_offsets.check(family, offset, head_dim**-0.5, times=times, shape=(700, head_dim), **feature)
+    offsets.check(family, offset, head_dim**-0.5, times=times, shape=(700, head_dim), **feature)

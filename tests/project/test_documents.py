@@ -12,7 +12,7 @@ import pages
 import readme
 import support
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://github.com/jax-flash-jvp/jax-flash-jvp/"
 SITE = "https://jax-flash-jvp.github.io/jax-flash-jvp/"
 LONG = {"meanflow", "hessian"}  # pages that train

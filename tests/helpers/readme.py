@@ -1,10 +1,10 @@
-"""README's code blocks, to be run as they stand: `python tests/readme.py JAX` runs those of "60 seconds in JAX"."""
+"""README's code blocks, to be run as they stand: `python tests/helpers/readme.py JAX` runs those of "60 seconds in JAX"."""
 
 import pathlib
 import re
 import sys
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+README = pathlib.Path(__file__).parents[2] / "README.md"
 
 
 def code(framework: str) -> str:

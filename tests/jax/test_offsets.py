@@ -18,70 +18,11 @@ from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.portable import backward
 from jax_flash_jvp.problem import Operands, Problem
-
-B, L, N, K, D = 2, 96, 2, 1, 32
-# of keys, of values; other data by name
-OFFSETS = {
-    "none": (0, 0), "keys-1": (1, 0), "keys-4": (4, 0), "keys-16": (16, 0), "values-4": (0, 4), "both": (1, 2),
-    "far": (16, 4), "one-channel": "one-channel", "uniform": "uniform",
-}  # fmt: skip
-IDS = np.arange(L) // 40
-FEATURES = {
-    "causal": dict(is_causal=True),
-    "window": dict(local_window_size=(30, 10)),
-    "mask": dict(mask=np.random.default_rng(5).random((1, 1, L, L)) < 0.7),
-    "segments": dict(query_segment_ids=np.stack([IDS] * B), key_value_segment_ids=np.stack([IDS] * B)),
-    "lengths": dict(query_seq_lengths=np.array([70, L]), key_value_seq_lengths=np.array([L, 55])),
-    "soft-cap": dict(logits_soft_cap=20.0),
-    "bias": dict(bias=np.random.default_rng(6).standard_normal((1, N, L, L))),
-    "log-sum-exp": dict(return_residual=True),
-}
-
-
-FEATURES_OF_ANY_LENGTH = {name: FEATURES[name] for name in ("causal", "window", "lengths", "log-sum-exp")}
-
-
-def draw(offset, length=L, channels=D):
-    rng = np.random.default_rng(1)
-    heads = dict(q=N, k=K, v=K, g=N, t_q=N, t_k=K, t_v=K)
-    x = {name: rng.standard_normal((B, length, h, channels)) for name, h in heads.items()}
-    if offset == "one-channel":
-        x["k"][..., 3] += 30
-    elif offset == "uniform":
-        x |= {name: rng.uniform(1, 2, x[name].shape) for name in "qkvg"}
-    else:
-        for name, size in zip(("k", "v", "t_k"), (*offset, offset[0]), strict=True):
-            x[name] += size * rng.standard_normal((1, 1, x[name].shape[2], channels))
-    return tuple(x.values())
-
-
-def derivatives(attention, q, k, v, g, t_q, t_k, t_v, scale, **features):
-    """The JVP, the gradients, and all six of the gradient of the JVP."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-
-    def inner(o):
-        o, residual = o if isinstance(o, tuple) else (o, None)
-        product = (o.astype(wide) * g.astype(wide)).sum()
-        return product if residual is None else product + jnp.sin(residual).sum()
-
-    attend = lambda *x: attention(*x, scale=scale, **features)
-    x, tx = (q, k, v), (t_q, t_k, t_v)
-    loss = lambda *x: inner(attend(*x))
-    along = lambda *both: inner(jax.jvp(attend, both[:3], both[3:])[1])
-    results = dict(tangent=jax.jvp(attend, x, tx)[1])
-    results |= zip(("dq", "dk", "dv"), jax.grad(loss, (0, 1, 2))(*x), strict=True)
-    names = ("dq of JVP", "dk of JVP", "dv of JVP", "dt_q", "dt_k", "dt_v")
-    return results | dict(zip(names, jax.grad(along, range(6))(*x, *tx), strict=True))
-
-
-def check(implementation, offset, scale=D**-0.5, dtype="bfloat16", times=2.0, shape=(L, D), **features):
-    compute = functools.partial(derivatives, scale=scale, **features)
-    attention = functools.partial(dot_product_attention, implementation=implementation)
-    oracle.assert_as_exact_on_average(compute, attention, draw(offset, *shape), dtype, times=times)
+from offsets import FEATURES, OFFSETS, D, L, N, check, derivatives, draw
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
-@pytest.mark.parametrize("scale", [0.1, D**-0.5, 0.3])
+@pytest.mark.parametrize("scale", [D**-0.5, *(pytest.param(s, marks=pytest.mark.thorough) for s in (0.1, 0.3))])
 @pytest.mark.parametrize("offset", OFFSETS.values(), ids=OFFSETS)
 def test_offsets(implementation, offset, scale):
     check(implementation, offset, scale)
@@ -205,6 +146,7 @@ def test_hopper(offset, dtype):
 
 
 @pytest.mark.parametrize("multiprocessors", [5, 3])
+@pytest.mark.thorough
 def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):
     """Row sums are handed over with the sums."""
     from jax_flash_jvp.kernels.hopper import config
@@ -224,6 +166,7 @@ HOPPER_MUTANTS = {
 
 
 @pytest.mark.parametrize(("old", "new"), HOPPER_MUTANTS.values(), ids=HOPPER_MUTANTS)
+@pytest.mark.thorough
 def test_broken_hopper_kernels_fail(old, new):
     with pytest.raises(AssertionError, match="error"):
         check_hopper(gluon_on_numpy.Launcher(old, new), (16, 4))

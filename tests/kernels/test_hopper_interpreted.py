@@ -105,6 +105,7 @@ def as_if_long(monkeypatch):
 @pytest.mark.usefixtures("as_if_long")
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.thorough
 def test_long_loops(causal, late):
     """Those of 64 channels whose last product waits for the next tile there alone."""
     launcher = gluon_on_numpy.Launcher(late=late)
@@ -128,6 +129,7 @@ DEFERRED_MUTANTS = {
 
 
 @pytest.mark.parametrize(("old", "new"), DEFERRED_MUTANTS.values(), ids=DEFERRED_MUTANTS)
+@pytest.mark.thorough
 def test_broken_deferred_products_fail(old, new):
     with pytest.raises(AssertionError):
         check(problem(128, False), *operands((1, 200, 90, 1, 1, 128)), launcher=gluon_on_numpy.Launcher(old, new))
@@ -145,6 +147,7 @@ def test_broken_deferred_products_fail(old, new):
     ],
     ids=["D72", "D88", "D40", "D24", "D8", "D72-long"],
 )
+@pytest.mark.thorough
 def test_channels_fewer_than_those_of_a_tile(shape):
     check(problem(shape[-1], True), *operands(shape))
 
@@ -160,6 +163,7 @@ PARTS_MUTANTS = {
 
 
 @pytest.mark.parametrize(("old", "new"), PARTS_MUTANTS.values(), ids=PARTS_MUTANTS)
+@pytest.mark.thorough
 def test_broken_second_parts_fail(old, new):
     with pytest.raises(AssertionError):
         check(problem(72, False), *operands((1, 70, 90, 1, 1, 72)), launcher=gluon_on_numpy.Launcher(old, new))
@@ -176,11 +180,13 @@ SPLIT_MUTANTS = {
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("shape", WIDE_ROWS.values(), ids=WIDE_ROWS)
+@pytest.mark.thorough
 def test_columns_that_warpgroups_divide(shape, late):
     check(problem(shape[-1], True), *operands(shape), launcher=gluon_on_numpy.Launcher(late=late))
 
 
 @pytest.mark.parametrize(("old", "new"), SPLIT_MUTANTS.values(), ids=SPLIT_MUTANTS)
+@pytest.mark.thorough
 def test_broken_division_of_columns_fails(old, new):
     launcher = gluon_on_numpy.Launcher(old, new, multiprocessors=1)
     with pytest.raises(AssertionError):
@@ -225,6 +231,7 @@ def shared_always(monkeypatch):
 
 @pytest.mark.usefixtures("shared_always")
 @pytest.mark.parametrize(("shape", "multiprocessors", "late"), SHARED.values(), ids=SHARED)
+@pytest.mark.thorough
 def test_blocks_that_programs_share(shape, multiprocessors, late):
     launcher = gluon_on_numpy.Launcher(multiprocessors=multiprocessors, late=late)
     check(problem(shape[-1], False), *operands(shape), launcher=launcher)
@@ -235,6 +242,7 @@ def test_blocks_that_programs_share(shape, multiprocessors, late):
 
 
 @pytest.mark.usefixtures("shared_always")
+@pytest.mark.thorough
 def test_parts_that_see_nothing():
     """The scores of the first keys are −∞, so that those programs have no sum to divide by."""
     x, _ = operands((1, 128, 512, 1, 1, 64))
@@ -247,6 +255,7 @@ def test_parts_that_see_nothing():
     np.testing.assert_allclose(np.float32(got), np.float32(alone), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.thorough
 def test_shared_blocks_have_the_bits_of_others(monkeypatch):
     """Where whole blocks come before a part, whose loop goes on from the one before."""
     x, tx = operands((1, 300, 330, 1, 1, 64))
@@ -268,6 +277,7 @@ def test_shared_blocks_have_the_bits_of_others(monkeypatch):
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["", "broken"])
+@pytest.mark.thorough
 def test_programs_without_a_share_compute_whole_blocks(monkeypatch, broken):
     """Where parts are dear, few programs have any."""
     monkeypatch.setattr(config, "FRAGMENT", dict.fromkeys(config.FRAGMENT, 100))
@@ -280,6 +290,7 @@ def test_programs_without_a_share_compute_whole_blocks(monkeypatch, broken):
 
 @pytest.mark.usefixtures("shared_always")
 @pytest.mark.parametrize("wrt", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.thorough
 def test_blocks_that_programs_share_without_some_tangents(wrt):
     x, tx = operands((1, 140, 300, 1, 1, 64))
     tx = Operands(*(t if i in wrt else None for i, t in enumerate(tx[:3])))
@@ -289,6 +300,7 @@ def test_blocks_that_programs_share_without_some_tangents(wrt):
 
 @pytest.mark.parametrize("change", [(), ("rounds * wave // waves", "rounds * wave")], ids=["", "broken"])
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+@pytest.mark.thorough
 def test_programs_in_waves(monkeypatch, shared, change):
     """Where rows are not whole sectors of memory, and two arrays are written."""
     monkeypatch.setattr(config, "ROUNDS", 2)
@@ -310,6 +322,7 @@ COUNTED = {
 
 @pytest.mark.parametrize("ahead", [1024, 0], ids=["ahead", ""])
 @pytest.mark.parametrize("shape", COUNTED.values(), ids=COUNTED)
+@pytest.mark.thorough
 def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
     monkeypatch.setattr(config, "AHEAD", ahead)
     launcher = gluon_on_numpy.Launcher(multiprocessors=3)
@@ -330,6 +343,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
     ],
     ids=["begins-too-late", "does-not-end", "wrongly-sent", "first-heads-again", "resident-rows-not-loaded"],
 )
+@pytest.mark.thorough
 def test_a_broken_counter_fails(monkeypatch, old, new):
     monkeypatch.setattr(config, "AHEAD", 0)
     shape = COUNTED["keys-nobody-sees" if "AFTER" in old else "heads-left-over"]
@@ -337,6 +351,7 @@ def test_a_broken_counter_fails(monkeypatch, old, new):
         check(problem(shape[-1], True), *operands(shape), launcher=gluon_on_numpy.Launcher(old, new, multiprocessors=3))
 
 
+@pytest.mark.thorough
 def test_division_by_multiplication():
     work = gluon_on_numpy.emulated()[f"{gluon_on_numpy.PACKAGE}.programs"]
     draw = np.random.default_rng(0)
@@ -380,6 +395,7 @@ RESUMED_MUTANTS = {  # where a part is gone on with
     [*((5, change) for change in SHARED_MUTANTS.values()), *((2, change) for change in RESUMED_MUTANTS.values())],
     ids=[*SHARED_MUTANTS, *RESUMED_MUTANTS],
 )
+@pytest.mark.thorough
 def test_broken_sharing_fails(multiprocessors, change):
     with pytest.raises(AssertionError):
         check(
@@ -433,6 +449,7 @@ SLOW = {"window-left", "window-ahead", "lower-right", "key-lengths", "query-leng
         )
     ],
 )
+@pytest.mark.thorough
 def test_features(request, feature, shape, late):
     if shape == WIDE or shape[1] == 400:
         request.getfixturevalue("as_if_long")
@@ -460,6 +477,7 @@ ALONE = {  # of the forward, or of one gradient
 
 
 @pytest.mark.parametrize("case", ALONE)
+@pytest.mark.thorough
 def test_one_job(case):
     given = dict(ALONE[case])
     shape, want = given.pop("shape"), given.pop("want", (False,) * 3)
@@ -486,6 +504,7 @@ REACHES = [
 @pytest.mark.parametrize("one_loop", [False, True], ids=["", "one-loop"])
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("side", ["forward", "queries", "keys"])
+@pytest.mark.thorough
 def test_tiles_that_a_block_visits(side, padded, one_loop):
     """Those in which something is seen; without a mask those that are seen whole, by rows past the array's end too."""
     module = lambda name: gluon_on_numpy.emulated()[f"{gluon_on_numpy.PACKAGE}.{name}"]
@@ -547,6 +566,7 @@ LISTED_MUTANTS = {
 
 
 @pytest.mark.parametrize(("old", "new"), LISTED_MUTANTS.values(), ids=LISTED_MUTANTS)
+@pytest.mark.thorough
 def test_broken_lists_fail(old, new):
     x, tx = operands((2, 200, 300, 4, 2, 64))
     mask = patches(2, 2, 200, 300, size=128)
@@ -557,12 +577,14 @@ def test_broken_lists_fail(old, new):
 
 
 @pytest.mark.parametrize("wrt", [s for n in (1, 2) for s in itertools.combinations(range(3), n)], ids=str)
+@pytest.mark.thorough
 def test_tangents_may_be_absent(wrt):
     x, tx = operands((1, 80, 150, 1, 1, 64))
     check(problem(64, False), x, Operands(*(t if i in wrt else None for i, t in enumerate(tx[:3]))))
 
 
 @pytest.mark.parametrize("wrt", range(3))
+@pytest.mark.thorough
 def test_a_gradient_alone(wrt):
     x, tx = operands((1, 80, 150, 1, 1, 64))
     alone = tuple(i == wrt for i in range(3))
@@ -630,6 +652,7 @@ def several_blocks(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("old", "new", "late"), MUTANTS.values(), ids=MUTANTS)
+@pytest.mark.thorough
 def test_broken_kernels_fail(several_blocks, old, new, late):
     launcher = gluon_on_numpy.Launcher(old, new, late=late, multiprocessors=1)
     with pytest.raises(AssertionError):
@@ -649,11 +672,13 @@ def growing(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.thorough
 def test_growing_scores(dtype):
     check(problem(64, False), *growing(dtype))
 
 
 @pytest.mark.parametrize("wait", [False, True], ids=["", "broken"])
+@pytest.mark.thorough
 def test_float16_has_no_room_above_its_tangents(wait):
     """Where maxima wait, P grows up to 2⁸ before sums are rescaled, and P∘Ṡ beyond 65,504."""
     x, tx = operands((1, 64, 512, 1, 1, 64))
@@ -666,6 +691,7 @@ def test_float16_has_no_room_above_its_tangents(wait):
 
 
 @pytest.mark.parametrize("sums", ["b_o", "b_to"])
+@pytest.mark.thorough
 def test_growing_scores_not_rescaled_fail(sums):
     with pytest.raises(AssertionError):
         check(problem(64, False), *growing(jnp.bfloat16),

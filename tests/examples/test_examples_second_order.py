@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.thorough
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # a batch for 2, 3, 4, 6 or 8 GPUs
 TINY = dict(steps=4, checkpoint_every=2, log_every=2, batch=24, samples=48, width=16, heads=2, depth=1)
 

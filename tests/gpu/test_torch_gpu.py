@@ -13,7 +13,9 @@ if not torch.cuda.is_available():
 from torch.func import grad, jacfwd, jvp, vmap  # noqa: E402
 
 import torch_bridge  # noqa: E402
-from test_torch_oracle import (  # noqa: E402
+from torch_bridge import plans, reference  # noqa: E402
+from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+from torch_oracle import (  # noqa: E402
     Model,
     batch,
     by_func,
@@ -24,8 +26,6 @@ from test_torch_oracle import (  # noqa: E402
     loss,
     naive,
 )
-from torch_bridge import plans, reference  # noqa: E402
-from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ from torch.func import jvp, vjp, vmap  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
 import support  # noqa: E402
-from test_torch_attention import NumpyLauncher, everything, normal  # noqa: E402
-from test_torch_oracle import check, naive  # noqa: E402
 from torch_bridge import options, reference  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+from torch_launchers import NumpyLauncher  # noqa: E402
+from torch_oracle import check, everything, naive, normal  # noqa: E402  # noqa: E402
 
 B, H, E = 2, 2, 4
 

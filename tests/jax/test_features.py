@@ -14,10 +14,10 @@ import triton.language as tl
 
 import oracle
 import support
+from families import hopper
 from jax_flash_jvp import dot_product_attention, interpret, launch
 from jax_flash_jvp.kernels.features import Axes, Features
 from jax_flash_jvp.kernels.portable import backward, bias, forward, scores, visibility
-from test_gpu import hopper
 
 
 def lengths(*numbers):

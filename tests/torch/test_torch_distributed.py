@@ -14,9 +14,12 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from test_torch_oracle import Model, batch, by_func, by_level, gradients, launched, loss, naive  # noqa: E402
+from torch_oracle import Model, batch, by_func, by_level, gradients, launched, loss, naive  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed"),
+]
 
 
 class Step(nn.Module):

@@ -726,7 +726,7 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("the kernels need Triton, which is not installed")
-    text = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
+    text = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
     wanted = [d for d in tomllib.loads(text)["project"]["dependencies"] if "triton" in d]
     assert len(wanted) == 2
     assert all(d.endswith("; sys_platform == 'linux'") for d in wanted)

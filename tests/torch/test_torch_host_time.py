@@ -13,11 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from jax_flash_jvp.problem import Problem  # noqa: E402
-from test_torch_attention import PlannedLauncher, normal  # noqa: E402
-from test_torch_derivatives import DERIVATIVES  # noqa: E402
-from test_torch_oracle import check, leaves, naive  # noqa: E402
 from torch_bridge import compute, reference, rules, signatures  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+from torch_derivatives import DERIVATIVES  # noqa: E402
+from torch_launchers import PlannedLauncher  # noqa: E402
+from torch_oracle import (  # noqa: E402
+    check,
+    leaves,
+    naive,
+    normal,
+)
 
 x, tx = (tuple(normal(1, 2, 5, 4, seed=seed + i) for i in range(3)) for seed in (0, 3))
 JOBS = {

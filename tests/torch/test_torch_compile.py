@@ -21,8 +21,10 @@ from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.func import grad, hessian, jacfwd, jvp, vmap  # noqa: E402
 
 import torch_bridge  # noqa: E402
-from test_torch_derivatives import of_query, square  # noqa: E402
-from test_torch_oracle import (  # noqa: E402
+from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+from torch_bridge.attention import CODE  # noqa: E402
+from torch_derivatives import of_query, square  # noqa: E402
+from torch_oracle import (  # noqa: E402
     Model,
     batch,
     by_func,
@@ -33,8 +35,6 @@ from test_torch_oracle import (  # noqa: E402
     naive,
     plain_loss,
 )
-from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
-from torch_bridge.attention import CODE  # noqa: E402
 
 torch.manual_seed(0)
 q, k, v, tq, tk, tv = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(6))

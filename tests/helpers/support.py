@@ -2,8 +2,8 @@
 
 import pathlib
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "features.md"
-COMMAND = "pytest --write-support -m 'slow or not slow' tests/test_features.py tests/test_torch_features.py"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "features.md"
+COMMAND = "pytest --write-support -m 'slow or not slow' tests/jax/test_features.py tests/torch/test_torch_features.py"
 START, END = f"<!-- support: {COMMAND} -->\n", "<!-- /support -->\n"
 FEATURES = {  # by what the names of the cases start with
     "bias": "additive bias, its gradient and tangent",

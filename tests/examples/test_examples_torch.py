@@ -18,7 +18,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from flax import nnx  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 # a batch for 2, 3, 4, 6 or 8 GPUs
 TINY = dict(steps=4, checkpoint_every=2, log_every=2, batch=24, samples=48, width=16, heads=2, depth=1)

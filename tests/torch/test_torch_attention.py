@@ -1,7 +1,6 @@
 """The PyTorch functions: values, dtypes, layouts, errors, `patch`, and the kernels behind them."""
 
 import contextlib
-import ctypes
 import decimal
 import inspect
 import math
@@ -18,17 +17,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from ml_dtypes import bfloat16  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.func import grad, jvp, vjp  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
 import torch_bridge  # noqa: E402
-from jax_flash_jvp import interpret  # noqa: E402
 from jax_flash_jvp.kernels.launcher import Rows  # noqa: E402
 from jax_flash_jvp.problem import Operands, Problem, unserved  # noqa: E402
-from test_torch_oracle import check, leaves, naive  # noqa: E402
 from torch_bridge import (  # noqa: E402
     attention,
     compute,
@@ -42,31 +38,21 @@ from torch_bridge import (  # noqa: E402
 )
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 from torch_bridge.options import case_of  # noqa: E402
+from torch_launchers import NumpyLauncher, PlannedLauncher  # noqa: E402
+from torch_oracle import check, everything, leaves, naive, normal  # noqa: E402
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def normal(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+@pytest.mark.parametrize("causal", [False, True])
+def test_oracle_agrees_with_torch(causal):
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
+    for arguments in (dict(is_causal=causal), dict(attn_mask=torch.rand(5, 5) > 0.5), dict(attn_mask=q[..., :5])):
+        expected = F.scaled_dot_product_attention(q, k, v, **arguments)
+        torch.testing.assert_close(naive(q, k, v, **arguments), expected)
+    expected = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True, scale=0.3)
+    torch.testing.assert_close(naive(q, k[:, :2], v[:, :2], enable_gqa=True, scale=0.3), expected)
 
-
-def everything(attention, *x, **arguments):
-    """Value, tangent, gradients, and gradients through the tangent."""
-
-    def f(*x):
-        return attention(*x, **arguments)
-
-    def through(*x):
-        o, t_o = jvp(f, x, tangents)
-        return (o.sin() * t_o).sum()
-
-    tangents = tuple(normal(*a.shape, seed=3).to(a) for a in x)
-    every = tuple(range(len(x)))
-    return jvp(f, x, tangents), grad(lambda *x: (f(*x).sin()).sum(), every)(*x), grad(through, every)(*x)
-
-
-# ------------------------------------------------------------------------------------------------ values
 
 PROBLEMS = {  # shapes of query, key and value; arguments
     "B2-H3-L5": ([(2, 3, 5, 4)] * 3, dict()),
@@ -623,49 +609,6 @@ print([m for m in sys.modules if m.split(".")[0] in ("jax", "jaxlib", "jax_trito
 # ------------------------------------------------------------------------------------------------ kernels, interpreted
 
 
-class NumpyLauncher:
-    """The kernels on torch CPU tensors, through Triton's interpreter."""
-
-    target = "interpret"
-    descriptors = False
-    multiprocessors = None
-
-    def strides(self, array):
-        return array.stride()
-
-    def contiguous(self, array):
-        return array.contiguous()
-
-    def round_to_tf32(self, array):
-        from torch_bridge.launch import TorchLauncher
-
-        return TorchLauncher.round_to_tf32(self, array)
-
-    def padded(self, array, n):
-        return torch.nn.functional.pad(array, (0, n))
-
-    def summed(self, array, by_column, like):
-        from torch_bridge.launch import TorchLauncher
-
-        return TorchLauncher.summed(self, array, by_column, like)
-
-    def launch(self, launch):
-        results = [
-            torch.full(o.shape, interpret.unwritten(o.dtype), dtype=getattr(torch, o.dtype))
-            for o in launch.allocations()
-        ]
-        arrays = [*map(memory, launch.arrays()), *launch.numbers(), *map(memory, results)]
-        interpret.launch(launch.kernel, (launch.programs,), *arrays, **launch.constants)
-        return launch.results(results)
-
-
-def memory(a):
-    """From its first element on, what a strided tensor lies in."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True))
-    flat = a.as_strided((extent,), (1,))
-    return flat.view(torch.int16).numpy().view(bfloat16) if a.dtype == torch.bfloat16 else flat.numpy()
-
-
 def dense(*shape, seed):
     return normal(*shape, seed=seed, dtype=torch.float32)
 
@@ -967,45 +910,6 @@ def test_kernels_in_bfloat16():
     got = launch.run(NumpyLauncher(), "forward_dual", case, x, tx=tx)
     for a, b in zip(got, reference.run("forward_dual", case, x, tx), strict=True):
         np.testing.assert_allclose(a.float(), b.float(), rtol=0.02, atol=0.02)
-
-
-def at(address, like):
-    """The array of that size and dtype that begins at an address."""
-    return np.frombuffer((ctypes.c_char * like.nbytes).from_address(address), like.dtype)
-
-
-class PlannedLauncher(NumpyLauncher):
-    """Keeps what a plan is made of."""
-
-    def __init__(self):
-        self.launched = []
-
-    def contiguous(self, array):
-        from torch_bridge.launch import TorchLauncher
-
-        return TorchLauncher.contiguous(self, array)
-
-    def padded(self, array, n):
-        from torch_bridge.launch import TorchLauncher
-
-        return TorchLauncher.padded(self, array, n)
-
-    def launch(self, launch):
-        from torch_bridge.plans import Launched
-
-        results = super().launch(launch)
-        arguments = [*launch.arrays(), *launch.numbers(), *results.values()]
-        types = [memory(a) if isinstance(a, torch.Tensor) else None for a in arguments]
-
-        def run(addresses):
-            numbers = [a if t is None else at(a, t) for a, t in zip(addresses, types, strict=True)]
-            nothing = np.full(1, np.nan, np.float32)
-            arrays = [nothing if a is None else a for a in numbers]
-            interpret.launch(launch.kernel, (launch.programs,), *arrays, **launch.constants)
-            assert np.isnan(nothing).all()
-
-        self.launched.append(Launched(run, arguments, [a for a in results.values() if a is not None]))
-        return results
 
 
 def test_a_plan_does_for_other_tensors_what_was_done_for_the_first():

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TINY = "--steps 4 --checkpoint-every 2 --log-every 2 --batch 20 --samples 40 --width 16 --heads 2 --depth 1"
 

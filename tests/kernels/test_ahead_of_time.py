@@ -50,8 +50,10 @@ def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):
         "score_side": lambda: backward(BIAS),
         "score_side_dual": lambda: dual(BIAS),
     }[job]()
-    # first the statistics, last the values where they are done apart from the keys
-    kernel, signature, constants, options = recorder.launches[1 if "side" in job else 0]
+    # first the statistics and the mean keys, last the values where they are done apart from the keys
+    before = ("statistics", "key_means") if "side" in job else ()
+    launches = (launch for launch in recorder.launches if launch[0].__name__ not in before)
+    kernel, signature, constants, options = next(launches)
     return compiled(kernel, signature, constants, capability=capability, **options)
 
 
@@ -87,6 +89,7 @@ def featured():
 
 
 @pytest.mark.parametrize(("feature", "head_dim", "kind", "capability"), list(featured()))
+@pytest.mark.thorough
 def test_features(feature, head_dim, kind, capability):
     """Every kernel of a call with it compiles, fits, uses the matrix cores and spills little, though nobody tells the compiler
     what the numbers of queries and keys are multiples of."""
@@ -132,10 +135,12 @@ def cases():
 
 
 @pytest.mark.parametrize(("job", "head_dim", "kind", "capability", "plain"), list(cases()))
+@pytest.mark.thorough
 def test_tile(job, head_dim, kind, capability, plain):
     check(job, head_dim, kind, capability, plain=plain)
 
 
+@pytest.mark.thorough
 def test_one_compilation_for_all_lengths(monkeypatch):
     """Also of arrays with the heads' axis first, of which the strides of heads grow with the length."""
 
@@ -161,6 +166,7 @@ def test_one_compilation_for_all_lengths(monkeypatch):
 
 
 @pytest.mark.parametrize("family", [jobs, hopper], ids=["portable", "hopper"])
+@pytest.mark.thorough
 def test_one_compilation_for_all_numbers(family):
     """From PyTorch too: Triton would compile in which of them are multiples of 16."""
     shape = lambda *n, dtype="bfloat16": jax.ShapeDtypeStruct(n, jnp.dtype(dtype))
@@ -181,6 +187,7 @@ def test_one_compilation_for_all_numbers(family):
 
 @pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
 @pytest.mark.parametrize("job", ["key_side_dual", "query_side_dual"])
+@pytest.mark.thorough
 def test_tangents_alone(job, head_dim):
     """As in the gradient of a JVP by the primals: the sums differ, the tiles are the same."""
     check(job, head_dim, "half", 90, plain=True, gradients=False)
@@ -188,11 +195,13 @@ def test_tangents_alone(job, head_dim):
 
 @pytest.mark.parametrize("capability", [80, 90], ids="sm{}".format)
 @pytest.mark.parametrize(("head_dim", "kind"), [(64, "half"), (128, "half"), (256, "half"), (64, "tf32")])
+@pytest.mark.thorough
 def test_tangent_of_the_output_alone(head_dim, kind, capability):
     """As of a linearized function: in the tiles of forward + tangent."""
     check("tangent", head_dim, kind, capability, plain=True)
 
 
+@pytest.mark.thorough
 def test_no_tile():
     """Every job of 16-bit inputs has one, and float32 the plain ones; for the rest, an error says what to do."""
     for job in JOBS:
@@ -216,6 +225,7 @@ def test_statistics(head_dim):
 
 @pytest.mark.parametrize("job", ["forward", "forward_dual", "key_side_dual", "query_side_dual"])
 @pytest.mark.parametrize(("head_dim", "capability"), [(64, 89), (128, 86), (128, 120)])
+@pytest.mark.thorough
 def test_small_shared_memory(job, head_dim, capability):
     assert SHARED_LIMITS[capability] == 101376
     check(job, head_dim, "half", capability, plain=True)
@@ -233,6 +243,7 @@ def tangent_loss(*arrays):
     return jax.jvp(attend, arrays[:3], arrays[3:])[1].astype(jnp.float32).sum()
 
 
+@pytest.mark.thorough
 def test_lists_of_tiles_that_no_integer_counts():
     """Where `implementation` is None, such a call goes to the reference."""
     array = jax.ShapeDtypeStruct((1, 2**20, 32, 64), jnp.bfloat16)
@@ -260,6 +271,7 @@ def test_launches_of_jax_with_a_tiny_scale(scale):
         (80, 2, "the tiled reference alone computes this derivative"),
     ],
 )
+@pytest.mark.thorough
 def test_why_a_call_is_not_on_kernels_is_logged(capability, order, said, caplog):
     o = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     f = dot_product_attention
@@ -275,8 +287,8 @@ def test_why_a_call_is_not_on_kernels_is_logged(capability, order, said, caplog)
 
 
 LENGTH, KEYS, HEADS, GROUP = 200, 104, 4, 2
-BACKWARD = ["statistics", "key_side", "query_side"]
-BACKWARD_DUAL = ["statistics", "key_side_dual", "query_side_dual"]
+BACKWARD = ["statistics", "key_means", "query_side", "key_side"]
+BACKWARD_DUAL = ["statistics", "key_means", "query_side_dual", "key_side_dual"]
 TRANSFORMATIONS = {
     "call": (attend, 3, ["forward"]),
     "jvp": (lambda *a: jax.jvp(attend, a[:3], a[3:]), 6, ["forward_dual"]),
@@ -294,7 +306,7 @@ def test_launches_of_jax(transformation, head_dim):
     """Names, grids, parameters and warps of the kernels, on whichever jax-triton is installed."""
     function, arguments, expected = TRANSFORMATIONS[transformation]
     if transformation == "grad-of-jvp-by-all" and head_dim == 128:  # four sums over the queries, in two launches
-        expected = [*expected[:3], "value_side_dual", *expected[3:]]
+        expected = [*expected, "value_side_dual"]
     query = jax.ShapeDtypeStruct((2, LENGTH, HEADS, head_dim), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((2, KEYS, HEADS // GROUP, head_dim), jnp.bfloat16)
     launches = launches_of(jax.jit(function), *([query, key, key] * 2)[:arguments], capability=80)
@@ -308,10 +320,13 @@ def test_launches_of_jax(transformation, head_dim):
             assert launch.grid == (-(-LENGTH // 64) * 2 * HEADS, 1, 1)
             assert (len(arrays), scalars, launch.num_warps) == (10, [(HEADS, "i32"), (LENGTH, "i32")], 4)
             continue
+        if job == "key_means":
+            assert (launch.grid, launch.num_warps) == ((2 * HEADS // GROUP, 1, 1), 1)
+            continue
         t = tile(job, head_dim, "bfloat16", "ieee", 80)
         blocks = -(-KEYS // t.block_n) * HEADS // GROUP if kernel == "key_side" else -(-LENGTH // t.block_m) * HEADS
         assert (launch.grid, launch.num_warps) == ((2 * blocks, 1, 1), t.num_warps)
-        assert len(arrays) == {"forward": 20, "key_side": 25, "query_side": 23}[kernel]
+        assert len(arrays) == {"forward": 20, "key_side": 25, "query_side": 29}[kernel]
         of_heads = head_dim // 16  # strides of heads and of the batch come in units of 16 elements
         of_batch = [length * heads * of_heads for length, heads in ((LENGTH, HEADS), (KEYS, HEADS // GROUP))]
         strides = [stride for batch in (*of_batch, of_batch[1]) for stride in (batch, of_heads)]

@@ -1,9 +1,9 @@
 """Every kernel on short sequences, for tools that watch a process, and whether it computes the same bits every time.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_kernel.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_kernel.py
-    compute-sanitizer --tool synccheck --error-exitcode 1 python tests/every_kernel.py
-    python tests/every_kernel.py --repeats 1000
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/helpers/every_kernel.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/helpers/every_kernel.py
+    compute-sanitizer --tool synccheck --error-exitcode 1 python tests/helpers/every_kernel.py
+    python tests/helpers/every_kernel.py --repeats 1000
 
 Run it once without the tools first: they would watch the compiler too.
 """

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import attention as benchmark  # noqa: E402
 import host_time  # noqa: E402
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_not_timed(name, tmp_path, capsys, monkeypatch):
 
 def test_beside_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr(torch_calls, "CONTENDERS", {torch_calls.OURS: torch_calls.CONTENDERS[torch_calls.OURS]})
-    checkout, output = str(Path(__file__).parents[1]), tmp_path / "out"
+    checkout, output = str(Path(__file__).parents[2]), tmp_path / "out"
     selected = ["--framework", "torch", "--jobs", *PRODUCTS, "--before", checkout, "--output", str(output)]
     assert benchmark.main([*TINY, *selected]) == 0
     assert table(output) == [(job, who) for job in PRODUCTS for who in (torch_calls.OURS, "before")]
