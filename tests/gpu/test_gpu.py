@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import offsets
+import offset_data
 import oracle
 from families import FAMILIES, hopper
 from jax_flash_jvp import dot_product_attention
@@ -387,9 +387,9 @@ FAMILIES = ["portable", pytest.param("hopper", marks=hopper)]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
-@pytest.mark.parametrize("feature", [{}, *offsets.FEATURES_OF_ANY_LENGTH.values()], ids=str)
+@pytest.mark.parametrize("feature", [{}, *offset_data.FEATURES_OF_ANY_LENGTH.values()], ids=str)
 @pytest.mark.parametrize("offset", [(0, 0), (1, 2), (16, 0), (4, 2)], ids=str)
 def test_offsets_of_keys_and_values(family, head_dim, feature, offset):
     """Half the length of Hopper's rings and more; up to three times naive attention's error where δ is what remains of it."""
     times = 3.0 if offset[1] else 2.0
-    offsets.check(family, offset, head_dim**-0.5, times=times, shape=(700, head_dim), **feature)
+    offset_data.check(family, offset, head_dim**-0.5, times=times, shape=(700, head_dim), **feature)

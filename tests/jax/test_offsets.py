@@ -18,7 +18,7 @@ from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.portable import backward
 from jax_flash_jvp.problem import Operands, Problem
-from offsets import FEATURES, OFFSETS, D, L, N, check, derivatives, draw
+from offset_data import FEATURES, OFFSETS, D, L, N, check, derivatives, draw
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
