@@ -753,14 +753,14 @@ class Describing:
     def contiguous(self, array):
         return array.contiguous()
 
-    def launch(self, kernel, grid, inputs, scalars, outputs, constants, num_warps, num_stages, registers=None):
+    def launch(self, launch):
         from torch_bridge.launch import _descriptor
 
-        self.kernels.append(kernel.fn.__module__)
-        for array in inputs:
+        self.kernels.append(launch.kernel.fn.__module__)
+        for array in launch.inputs.values():
             if isinstance(array, Rows):
                 _descriptor(array)
-        return [torch.empty(o.shape, dtype=getattr(torch, o.dtype)) for o in outputs]
+        return launch.results([torch.empty(o.shape, dtype=getattr(torch, o.dtype)) for o in launch.allocations()])
 
 
 COTANGENTS = {
