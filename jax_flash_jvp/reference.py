@@ -13,7 +13,8 @@ With scores S = σ QKᵀ + bias, -∞ where a key is hidden, ℓ = logsumexp(S) 
                    so dẋ are the gradients for (H, h) and dx their tangents
 
 Rows of dṠ sum to h and those of dS to g, but for the rounding of o and ȯ.  What is too much there would be multiplied by all that
-keys have in common; so dQ̇ = σ (dṠ (K - m) + h m) with m the mean key, and dQ likewise.
+keys have in common; so dQ̇ = σ (dṠ K - (rowsum(dṠ) - h) P K), and dQ likewise.  The mean key of a row, P K, knows nothing of the
+keys that are hidden from it.
 
 as in FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691); the tangent as
 in Lu & Song 2024, arXiv:2410.11081, appendix.  Products accumulate in float32, or float64 for float64 arrays; P, dS and
@@ -315,17 +316,6 @@ def cut_operands(operands: Operands, x: Operands) -> Operands:
     return operands._replace(query=cut(query, x.query_lengths), key=key, value=value)
 
 
-def around_mean(key: Array | None, lengths: Array | None) -> tuple[Array | None, Array | None]:
-    """Keys [B, S, K, H] less their mean, in at least float32, and that [B, K, 1, 1, H].  The mean counts as a constant: it is
-    multiplied by what is zero."""
-    if key is None:
-        return None, None
-    key = key.astype(np.promote_types(key.dtype, jnp.float32))
-    count = max(1, key.shape[1]) if lengths is None else jnp.clip(lengths, 1, key.shape[1])[:, None, None, None]
-    mean = lax.stop_gradient(key.sum(1, keepdims=True) / count)
-    return cut(key - mean, lengths), mean[:, 0, :, None, None]
-
-
 def thinned(d: Arrays, a: Array | None) -> Array | None:
     """What dropout leaves."""
     return multiply(a, d["kept"]) if "kept" in d else a
@@ -437,10 +427,9 @@ def backward_dual(
     tiles.add(
         "query", **{n: multiply(a, seen).mT[..., None] for n, a in dict(h=d_mu, g=d_lse).items() if a is not None}
     )
-    (k_around, mean), (t_k_around, t_mean) = (around_mean(a, x.key_lengths) for a in (x.key, tx.key))
-    tiles.add("key", k_around=k_around, t_k_around=t_k_around)
-    if problem.soft_cap is not None:
-        tiles.add_row_sums(slope=1, **{f"sum_{name}": 1 for name in ("d_ts", "d_tx", "d_s", "d_x")})
+    tiles.add("key", **{n: cast(a, tiles.dtype) for n, a in dict(wide_k=x.key, wide_t_k=tx.key).items()})
+    if want[0] or want_tangent[0]:
+        tiles.add_row_sums(rows_of_d_ts=1, rows_of_d_s=1, mean=x.key.shape[3], t_mean=x.key.shape[3])
     tiles.add_gradients("d_", want_tangent)
     tiles.add_gradients("d_t", want)
 
@@ -458,26 +447,26 @@ def backward_dual(
             d_x = add(d_x, bend)
         sums = accumulate(
             sums,
-            d_tq=onto_rows(d_tx, d["k_around"]),
+            d_tq=onto_rows(d_tx, d["wide_k"]),
             d_tk=onto_columns(d_tx, q),
             d_tv=onto_columns(p_kept, d_to),
             d_tbias=d_ts,
         )
-        d_q = add(onto_rows(d_x, d["k_around"]), onto_rows(d_tx, d.get("t_k_around")))
+        d_q = add(onto_rows(d_x, d["wide_k"]), onto_rows(d_tx, d.get("wide_t_k")))
         d_k = add(onto_columns(d_x, q), onto_columns(d_tx, t_q))
         d_v = add(onto_columns(p_kept, d_o), onto_columns(multiply(p_kept, t_s), d_to))
-        sums = accumulate(sums, slope=under_cap(d, p), sum_d_ts=d_ts, sum_d_tx=d_tx, sum_d_s=d_s, sum_d_x=d_x)
+        weights = lax.stop_gradient(under_cap(d, p))  # constant, as they are multiplied by what is zero
+        means = dict(mean=onto_rows(weights, d["wide_k"]), t_mean=onto_rows(weights, d.get("wide_t_k")))
+        sums = accumulate(sums, rows_of_d_ts=d_ts, rows_of_d_s=d_s, **means)
         return accumulate(sums, d_q=d_q, d_k=d_k, d_v=d_v, d_bias=d_s)
 
     sums = tiles.sweep(tile)
 
-    def rows_of(d_x: str, d_s: str, exact: Array | None) -> Array | None:
-        """What rows of dX sum to, of dS being known what they do."""
-        return exact if problem.soft_cap is None else sums[d_x] - sums["slope"] * add(sums[d_s], multiply(-1, exact))
-
     h, g = (tiles.arrays["row"].get(name) for name in ("h", "g"))
-    h_x, g_x = rows_of("sum_d_tx", "sum_d_ts", h), rows_of("sum_d_x", "sum_d_s", g)
-    common = dict(d_tq=multiply(h_x, mean), d_q=add(multiply(g_x, mean), multiply(h_x, t_mean)))
+    common: Arrays = {}
+    if want[0] or want_tangent[0]:
+        less_h, less_g = add(h, -sums["rows_of_d_ts"]), add(g, -sums["rows_of_d_s"])
+        common = dict(d_tq=less_h * sums["mean"], d_q=less_g * sums["mean"] + less_h * sums["t_mean"])
     if x.bias is not None and x.bias.shape[3] == 1:  # which does not vary along the keys: its gradient is that of ℓ
         common |= dict(d_tbias=h, d_bias=g)
         sums |= {name: 0 * sums[name] for name in ("d_tbias", "d_bias") if name in sums}

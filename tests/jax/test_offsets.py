@@ -67,6 +67,37 @@ def test_a_bias_that_keys_share_has_no_gradient(implementation):
     assert not jax.jvp(jax.grad(loss), (bias,), (bias + 1,))[1].any()
 
 
+@pytest.mark.parametrize("feature", ["causal", "window", "mask", "bias", "segments"])
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", pytest.param("interpret", marks=pytest.mark.xfail(strict=True, reason="the kernels' mean key sees all"))],
+)
+def test_hidden_keys_reach_no_gradient(implementation, feature):
+    """Whatever they are: no part of what other rows' keys, or keys that no row sees, have in common."""
+    q, k, v, g, t_q, t_k, _ = (jnp.asarray(a, jnp.bfloat16) for a in draw((4, 2)))
+    seen = jnp.arange(L) < 64
+    q, g, t_q = q[:, :64], g[:, :64], t_q[:, :64]
+    features = {
+        "causal": dict(is_causal=True),
+        "window": dict(local_window_size=(8, 0)),
+        "mask": dict(mask=seen[None, None, None]),
+        "bias": dict(bias=jnp.where(seen, 0, -jnp.inf)[None, None, None]),
+        "segments": dict(
+            query_segment_ids=jnp.zeros((B, 64), int), key_value_segment_ids=jnp.asarray([~seen] * B).astype(int)
+        ),
+    }[feature]
+
+    def gradients(k, t_k):
+        attend = lambda q, k: dot_product_attention(q, k, v, implementation=implementation, **features)
+        loss = lambda q, k: (attend(q, k) * g).astype(jnp.float32).sum()
+        both = jax.jvp(jax.grad(loss), (q, k), (t_q, t_k))
+        return [np.asarray(a, np.float32) for a in both]
+
+    other = [jnp.where(seen[:, None, None], a, 1000) for a in (k, t_k)]
+    for got, expected in zip(gradients(*other), gradients(k, t_k), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 MUTANTS = {
     "excess-of-dS": ("b_dq = without_mean(b_dq, b_r, KEY_MEAN + mean, D)", "pass"),
     "excess-of-its-tangent": ("b_tdq = without_mean(b_tdq, b_tr, KEY_MEAN + mean, D)", "pass"),
