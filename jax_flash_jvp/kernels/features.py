@@ -52,5 +52,10 @@ class Features:
     makes_statistics: bool = False  # the query side makes those of its rows
 
     @property
+    def sees_all(self) -> bool:
+        """Does every query see every key, within the lengths?"""
+        return not (self.left or self.right or self.segments or self.mask.present or self.bias.columns)
+
+    @property
     def lengths(self) -> bool:
         return self.query_lengths or self.key_lengths

@@ -28,7 +28,7 @@ FEATURES = {
 }
 
 
-FEATURES_OF_ANY_LENGTH = {name: FEATURES[name] for name in ("causal", "window", "lengths", "log-sum-exp")}
+SEEING_ALL = ("lengths", "soft-cap", "log-sum-exp")
 
 
 def draw(offset, length=L, channels=D):

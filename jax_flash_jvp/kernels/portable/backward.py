@@ -16,7 +16,8 @@ A kernel each for what sums over queries (dK, dV), over keys (dQ), and over what
 one for δ before: no atomics, the same bits on every run.  Dropout multiplies the products with V and what meets d_o.
 
 A row of dS sums to the cotangent of ℓ, of ḋS to its tangent.  By how much a row exceeds that, as it is rounded and multiplied,
-`query_side` takes off δ, for the kernels after it, and off dQ, times a mean key of the head: see README.md, "Rounding".
+`query_side` takes off δ, for the kernels after it, and off dQ, times a mean key of the head, where every row sees every key: see
+README.md, "Rounding".
 """
 
 import triton
@@ -287,6 +288,8 @@ def query_side(
 ):  # fmt: skip
     """dQ and its tangent for one block of queries, and δ and δ̇ less the excess of row sums: a pass over the keys."""
     CAPPED: tl.constexpr = FEATURES.cap
+    SUM_DS: tl.constexpr = FEATURES.sees_all and (WANT_Q or (WANT_TQ and HAS_TK))
+    SUM_TDS: tl.constexpr = FEATURES.sees_all and WANT_TQ
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     LQ, LK = aligned(LQ, LK, FEATURES)
     i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
@@ -350,9 +353,9 @@ def query_side(
                     b_ds += thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
                 b_ds = b_p * b_ds
                 b_dx = under_cap(b_ds, b_u, FEATURES)
-                if CAPPED:
+                if CAPPED and FEATURES.sees_all:
                     b_c += tl.sum(under_cap(b_p, b_u, FEATURES), 1)
-                if WANT_Q or (WANT_TQ and HAS_TK):
+                if SUM_DS:
                     b_r, b_e = with_rows(b_r, b_e, b_ds, b_dx, b_k[0].dtype, PRECISION, FEATURES)
                 if WANT_Q:
                     b_dq = accumulated(b_dq, b_dx, b_k, PRECISION)
@@ -374,30 +377,32 @@ def query_side(
                     b_tdx = under_cap(b_tds, b_u, FEATURES)
                     if FEATURES.cap and HAS_TS:
                         b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
-                    b_tr, b_te = with_rows(b_tr, b_te, b_tds, b_tdx, b_k[0].dtype, PRECISION, FEATURES)
+                    if SUM_TDS:
+                        b_tr, b_te = with_rows(b_tr, b_te, b_tds, b_tdx, b_k[0].dtype, PRECISION, FEATURES)
                     b_tdq = accumulated(b_tdq, b_tdx, b_k, PRECISION)
                     if HAS_TK:
                         b_tdq = accumulated(b_tdq, b_dx, b_tk, PRECISION)
 
     m_x = i_m * BM + o_r < LQ
     mean = (i_b * (HQ // GROUP) + i_h // GROUP) * D
-    if WANT_Q or (WANT_TQ and HAS_TK):
+    if SUM_DS:
         b_r = excess(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE)
-        tl.store(DELTA_OUT + x, delta + b_r, mask=m_x)
+        delta += b_r
         if CAPPED:
             b_r = b_r * b_c + b_e
         if WANT_Q:
             b_dq = without_mean(b_dq, b_r, KEY_MEAN + mean, D)
         if WANT_TQ and HAS_TK:
             b_tdq = without_mean(b_tdq, b_r, T_KEY_MEAN + mean, D)
-    else:
-        tl.store(DELTA_OUT + x, delta, mask=m_x)
-    if WANT_TQ:
+    if SUM_TDS:
         b_tr = excess(b_tr, lse2, TD_LSE, x, m_x, HAS_TD_LSE)
-        tl.store(T_DELTA_OUT + x, t_delta + b_tr, mask=m_x)
+        t_delta += b_tr
         if CAPPED:
             b_tr = b_tr * b_c + b_te
         b_tdq = without_mean(b_tdq, b_tr, KEY_MEAN + mean, D)
+    tl.store(DELTA_OUT + x, delta, mask=m_x)
+    if WANT_TQ:
+        tl.store(T_DELTA_OUT + x, t_delta, mask=m_x)
     q_offset = (i_b * LQ * HQ + i_h) * D
     if WANT_Q:
         store_rows(D_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_dq, scale))

@@ -203,7 +203,9 @@ class PortableCall:
         return self.launcher.launch(listing)["TILES"]
 
     def key_means(self, t_key: Any) -> KeyMeans:
-        """From every so many keys, 512 at most."""
+        """From every so many keys, 512 at most.  None where some rows do not see some keys, of which they must know nothing."""
+        if not self.features.sees_all:
+            return KeyMeans(None, None, None)
         heads = (self.batch, self.key_heads)
         mean = Output((*heads, self.head_dim), "float32")
         step = max(1, min(8, self.key_length // 32), self.key_length // 512)
