@@ -123,7 +123,8 @@ def _from_jvp(args, with_lse):
         return None
     if not (torch._C._is_fwd_grad_enabled() and _functorch.CJvpInterpreterPtr(top).prevFwdGradMode()):
         return None
-    x, (selection, *static) = split("forward", args)
+    q, k, v, mask, selection, *static = args
+    x = (q, k, v, mask)
     tx = _unpack(x)[1]
     # primals as they lie beneath, not as unpacked: autograd has one node less for each
     beneath = lambda tensors: [_functorch.get_unwrapped(a) if _wrapped(a) else a for a in tensors]
@@ -214,8 +215,8 @@ def _differentiable(inputs, wanted):
 
 
 def _forward(*args, below=_below):
-    x, (selection, is_causal, scale, options, *_) = split("forward", args)
-    static = selection, is_causal, scale, options
+    q, k, v, mask, selection, is_causal, scale, options, *_ = args  # `split` takes longer, in every eager call
+    x, static = (q, k, v, mask), (selection, is_causal, scale, options)
     px, tx = _unpack(x)
     if _some(tx):
         return _pack(*_halves(_dual(px, tx, static, kept=x)))
