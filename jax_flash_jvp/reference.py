@@ -425,7 +425,7 @@ def backward_dual(
     tiles.add("query", d_o=d_o, d_to=d_to)
     seen = log_sum_exp != -np.inf  # rows that see nothing have no gradient
     tiles.add(
-        "query", **{n: multiply(a, seen).mT[..., None] for n, a in dict(h=d_mu, g=d_lse).items() if a is not None}
+        "query", **{n: jnp.where(seen, a, 0).mT[..., None] for n, a in dict(h=d_mu, g=d_lse).items() if a is not None}
     )
     tiles.add("key", **{n: cast(a, tiles.dtype) for n, a in dict(wide_k=x.key, wide_t_k=tx.key).items()})
     if want[0] or want_tangent[0]:
