@@ -469,6 +469,6 @@ def backward_dual(
         common = dict(d_tq=less_h * sums["mean"], d_q=less_g * sums["mean"] + less_h * sums["t_mean"])
     if x.bias is not None and x.bias.shape[3] == 1:  # which does not vary along the keys: its gradient is that of ℓ
         common |= dict(d_tbias=h, d_bias=g)
-        sums |= {name: 0 * sums[name] for name in ("d_tbias", "d_bias") if name in sums}
+        sums |= {name: lax.full_like(sums[name], 0) for name in ("d_tbias", "d_bias") if name in sums}
     sums = accumulate(sums, **common)
     return tiles.take_gradients("d_t", sums), tiles.take_gradients("d_", sums)
