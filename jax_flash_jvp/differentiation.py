@@ -247,7 +247,7 @@ def attend_scaled(problem: Problem, scale: Any, *x: Any) -> tuple[Any, Any]:
 
 
 @functools.partial(attend_scaled.defjvp, symbolic_zeros=True)
-def _tangent_of_attend_scaled(problem, arguments, tangents):
+def attend_scaled_jvp(problem, arguments, tangents):
     (scale, query, *x), (t_scale, *tx) = arguments, tangents
     tx = Operands(*[None if is_zero(t) else t for t in tx[:DIFFERENTIABLE]])
     x, along_scale = Operands(times(query, scale), *x), Operands(query, None, None)
