@@ -1,7 +1,8 @@
 """What a call uses beyond plain attention, and how its programs are scheduled: one constant of the kernels, FEATURES.
 
 A kernel compiles what its FEATURES name, and nothing else.  Conditions of kernels must be bool, and `in` does not compile
-there: what is asked of several fields at once is a property.
+there: what is asked of several fields at once is a property.  Axes are passed on as a constexpr of their own, since Triton
+3.6 takes no field of a constant for an argument.
 """
 
 import dataclasses

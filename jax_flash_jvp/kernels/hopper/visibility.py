@@ -139,7 +139,8 @@ def selected(selection, i_b, i_h, ints, query_end, key_end, ROW: gl.constexpr, F
         size *= LQ
     elif FEATURES.mask.columns:
         size *= LK
-    mask = head_slice(selection.MASK, i_b, i_h, ints, size, FEATURES.mask)
+    MASK_AXES: gl.constexpr = FEATURES.mask
+    mask = head_slice(selection.MASK, i_b, i_h, ints, size, MASK_AXES)
     q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
     return Sight(query_end, key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, mask)
 
@@ -153,7 +154,8 @@ def visits_of(
     `portable/visibility.py`, else those within the bounds."""
     if FEATURES.tiles.present:
         size = i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
-        p_tiles = head_slice(selection.TILES, i_b, i_h, ints, size, FEATURES.tiles) + i_block * (n_tiles + 2)
+        TILES_AXES: gl.constexpr = FEATURES.tiles
+        p_tiles = head_slice(selection.TILES, i_b, i_h, ints, size, TILES_AXES) + i_block * (n_tiles + 2)
         plain = 0 if FEATURES.one_loop else gl.load(p_tiles)
         return Visits(0, plain, 0, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0)
     else:

@@ -281,7 +281,8 @@ def scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES: tl.constexpr):
     else:
         b_s = b_s * (scale * LOG2E)
     if FEATURES.bias.present:
-        b_bias = load_scores(bias, o_m, o_n, LQ, LK, FEATURES.bias).to(tl.float32)
+        BIAS_AXES: tl.constexpr = FEATURES.bias
+        b_bias = load_scores(bias, o_m, o_n, LQ, LK, BIAS_AXES).to(tl.float32)
         b_s += b_bias * LOG2E
     return b_s, b_u
 
@@ -305,7 +306,8 @@ def tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES: tl.cons
     if FEATURES.cap:
         b_ts *= 1.0 - b_u * b_u
     if HAS_TBIAS:
-        b_ts += load_scores(t_bias, o_m, o_n, LQ, LK, FEATURES.bias).to(tl.float32)
+        BIAS_AXES: tl.constexpr = FEATURES.bias
+        b_ts += load_scores(t_bias, o_m, o_n, LQ, LK, BIAS_AXES).to(tl.float32)
     return b_ts
 
 

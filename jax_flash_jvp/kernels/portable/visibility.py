@@ -26,11 +26,12 @@ def bits_of(pointers):
 @triton.jit
 def mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
     """`matrix`, packed where it has rows and columns."""
-    if FEATURES.mask.matrix:
+    MASK_AXES: tl.constexpr = FEATURES.mask
+    if MASK_AXES.matrix:
         size = tl.full([], 1, tl.int64) * (LK if BY_KEY else LQ) * words(LQ if BY_KEY else LK, bits_of(MASK.dtype))
-        return head_slice(MASK, i_b, i_h, HQ, GROUP, size, FEATURES.mask)
+        return head_slice(MASK, i_b, i_h, HQ, GROUP, size, MASK_AXES)
     else:
-        return matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES.mask)
+        return matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, MASK_AXES)
 
 
 @triton.jit
@@ -70,7 +71,8 @@ def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
         else:
             b_seen &= bits(mask, o_n, o_m, first, LK, LQ)
     elif FEATURES.mask.present:
-        b_seen &= load_scores(mask, o_m, o_n, LQ, LK, FEATURES.mask) != 0
+        MASK_AXES: tl.constexpr = FEATURES.mask
+        b_seen &= load_scores(mask, o_m, o_n, LQ, LK, MASK_AXES) != 0
     return b_seen
 
 
@@ -162,7 +164,8 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
     """(list, how many of it are seen whole, length) of the tiles that this program visits, see `list_tiles`."""
     if FEATURES.tiles.present:
         size = tl.full([], 1, tl.int64) * n_blocks * (n_tiles + 2)
-        p_tiles = head_slice(TILES, i_b, i_h, HQ, GROUP, size, FEATURES.tiles) + i_block * (n_tiles + 2)
+        TILES_AXES: tl.constexpr = FEATURES.tiles
+        p_tiles = head_slice(TILES, i_b, i_h, HQ, GROUP, size, TILES_AXES) + i_block * (n_tiles + 2)
         return p_tiles + 2, tl.load(p_tiles), tl.load(p_tiles + 1)
     else:
         return TILES, 0, 0
@@ -235,7 +238,8 @@ def look_at_tiles(
         else:
             o_m = m + tl.arange(0, BM)[:, None]
             o_n = n + tl.arange(0, BN)[None, :]
-            b_some = load_scores(mask, o_m, o_n, LQ, LK, FEATURES.mask) != 0
+            MASK_AXES: tl.constexpr = FEATURES.mask
+            b_some = load_scores(mask, o_m, o_n, LQ, LK, MASK_AXES) != 0
             b_all = b_some | (o_m >= LQ)
         something &= tl.max(tl.max(b_some.to(tl.int32), 1), 0) != 0
         everything &= tl.min(tl.min(b_all.to(tl.int32), 1), 0) != 0
@@ -352,8 +356,9 @@ def selected(
     i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """(bias, its tangent, what `visible` reads, what `kept` hashes) of this batch entry and query head."""
-    bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES.bias)
-    t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, FEATURES.bias)
+    BIAS_AXES: tl.constexpr = FEATURES.bias
+    bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, BIAS_AXES)
+    t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, BIAS_AXES)
     mask = mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
     sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
     return bias, t_bias, sight, seeds(SEED, i_b, i_h, FEATURES)
