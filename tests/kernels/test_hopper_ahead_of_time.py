@@ -43,7 +43,7 @@ MULTIPROCESSORS = {"whole": None, "shared": 90}
 
 def last_launch(job, head_dim, kind):
     recorder, batch = Recorder(90), 4
-    long, kind = kind.startswith("long-"), kind.removeprefix("long-")  # loops that have rings of their own
+    long, kind = kind.startswith("long-"), kind.removeprefix("long-")  # loops that have not the rings of short ones
     length = LENGTHS.get(kind, 1024) + 8192 * long
     recorder.multiprocessors = MULTIPROCESSORS.get(kind, 16)
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
