@@ -96,8 +96,8 @@ class Sweep:
         return Rounds(whole + (rest > 0), 0)
 
     def ring(self, ring: Ring) -> Ring:
-        """What becomes of a ring of the table: loops may be short, blocks of which there are lists have a power of two of rows, and
-        two warpgroups may leave fewer multiprocessors without a block than three."""
+        """What becomes of a ring of the table: loops may be short, blocks of which there are lists have a power of two of rows,
+        and two warpgroups may leave fewer multiprocessors without a block than three."""
         listed = self.features.tiles.present
         if not self.alike and not self.features.mask.present and (self.seen <= config.SHORT or listed):
             ring = config.IN_SHORT_LOOPS.get(ring, ring)
