@@ -49,25 +49,21 @@ class PortableRow:
         self.kernel = kernel if one_launch else kernel._replace(wanted=kernel.wanted[:1])
 
     def proposals(self) -> list[Tile]:
-        """The present one first, then those whose scores and sums fill the registers of a thread, but not more."""
+        """The present one first, then those whose scores and sums keep the registers of a thread busy, and fit them."""
         wanted, _, tangents = self.kernel
+        small = self.kind != "half" or self.head_dim > 128
         sums = 0 if wanted == "b" else max(1, len(wanted)) * (1 + tangents)
-        sizes, stages = (16, 32, 64, 128), (2, 3, 4) if self.kind == "half" else (1, 2, 3)
         found = [self.present] if self.present else []
+        sizes, stages = (16, 32, 64, 128), (2, 3, 4) if self.kind == "half" else (1, 2, 3)
         for block_m, block_n, warps, n in itertools.product(sizes, sizes, (4, 8), stages):
-            tile = Tile(block_m, block_n, warps, n)
-            resident = block_n if wanted and wanted[0] in "kv" else block_m
-            scores = block_m * block_n * (1 + tangents) / (32 * warps)
-            held = scores + resident * tiles.padded(self.head_dim) * sums / (32 * warps)
-            fewest = 8 * warps if self.target == 90 else 16  # rows that `wgmma`, or that `mma.sync` multiplies well
-            as_it_is = wanted != "b" or tile == tiles.lighter(tile, self.job)  # with a bias no other is launched
-            if (
-                as_it_is
-                and scores >= 8
-                and held <= 240
-                and resident >= fewest
-                and tile[:4] not in [t[:4] for t in found]
-            ):
+            tile, threads = Tile(block_m, block_n, warps, n), 32 * warps
+            if wanted == "b" and tile != tiles.lighter(tile, self.job):  # which a bias makes of it
+                continue
+            scores, resident = block_m * block_n, block_n if wanted in ("k", "v", "kv") else block_m
+            rows = 8 * warps if self.target == 90 else 16  # that `wgmma`, or `mma.sync`, has at a time
+            busy = resident >= rows and scores >= (4 if small else 16) * threads
+            fits = scores * (1 + tangents) + resident * tiles.padded(self.head_dim) * sums <= 240 * threads
+            if busy and fits and tile[:4] not in {t[:4] for t in found}:
                 found.append(tile)
         return found
 
