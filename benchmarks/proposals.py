@@ -80,9 +80,8 @@ class PortableRow:
             tile = tile._replace(spill=-(-spills // 100) * 100)
         most_have = 4 if tile == Tile(*tile[:4]) else 5 if tile.registers is None else 6
         row[tiles.column_of(tuple(row), self.head_dim)] = tuple(tile[:most_have])
-        return (
-            f"    {self.job}=({', '.join(map(str, row))}{',' * (len(row) == 1)}),  # {self.head_dim} channels: {about}"
-        )
+        entries = ", ".join(map(str, row)) + "," * (len(row) == 1)
+        return f"    {self.job}=({entries}),  # {self.head_dim} channels: {about}"
 
 
 class HopperRow:

@@ -15,6 +15,7 @@ Each line goes into the table that is named above it, and what was found into `d
 
 import argparse
 import datetime
+import functools
 import itertools
 import math
 import multiprocessing
@@ -144,8 +145,13 @@ def captured(shape: Shape, candidates: Iterable[Any]) -> dict[Any, Callable[[], 
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 run()
-        calls[candidate] = graph.replay
+        calls[candidate] = functools.partial(replay, graph, run)
     return calls
+
+
+def replay(graph: torch.cuda.CUDAGraph, run: Callable) -> None:
+    """`run` has the arrays that the graph reads."""
+    graph.replay()
 
 
 def ratios(
@@ -176,7 +182,7 @@ def tuned(shapes: list[Shape], options: argparse.Namespace) -> str:
     for c in sorted(means, key=means.__getitem__):
         print(f"  {means[c]:.3f} {c}: {' '.join(f'{r:.3f}' for r in again[c])}")
     fastest = min(means, key=means.__getitem__)
-    if row.present and means[fastest] > 1 - options.gain:
+    if right[0] == row.present and means[fastest] > 1 - options.gain:
         fastest = row.present
     return row.written(fastest, fits[fastest], about(shapes))
 
