@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash_jvp import reference
+from jax_flash_jvp import context_parallel, reference
 from jax_flash_jvp.kernel_primitive import leaves_like
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output, Rows
@@ -34,6 +34,18 @@ SMALLEST_NORMAL = 2.0**-126  # of float32
 # ------------------------------------------------------------------------------------------------ by the reference
 
 
+def _pair(name: str, problem: Any, x: Operands, *args: Any, **static: Any) -> Any:
+    """The four jobs that the reference has."""
+    job: Callable = getattr(reference, name)
+    return job(x, *args, problem, *static.values())
+
+
+def _job(name: str, problem: Any, *args: Any, **static: Any) -> Any:
+    if problem.context is not None:
+        return context_parallel.run(_pair, name, problem, *args, **static)
+    return _pair(name, problem, *args, **static)
+
+
 def _second(x, tx, _, t, *, problem):
     """The tangent of (forward, its tangent) along t = (ẋ, ṫx)."""
     inputs, tangents = (x[:DIFFERENTIABLE], tx[:DIFFERENTIABLE]), (t[0][:DIFFERENTIABLE], t[1][:DIFFERENTIABLE])
@@ -41,18 +53,19 @@ def _second(x, tx, _, t, *, problem):
     pairs = zip(leaves, leaves_like(inputs, tangents), strict=True)
     filled = tree.unflatten([jnp.zeros_like(a) if t is None else t for a, t in pairs])
     rest = x[DIFFERENTIABLE:]
-    return jax.jvp(lambda x, tx: reference.forward_dual(Operands(*x, *rest), Operands(*tx), problem), inputs, filled)[1]
+    job = functools.partial(_job, "forward_dual", problem)
+    return jax.jvp(lambda x, tx: job(Operands(*x, *rest), Operands(*tx)), inputs, filled)[1]
 
 
 def _backward_tangent(x, y, cty, _, t, *, problem, want):
-    return reference.backward_dual(x, y, cty, t, problem, (False,) * len(want), want)[1]
+    return _job("backward_dual", problem, x, y, cty, t, want=(False,) * len(want), want_tangent=want)[1]
 
 
 def _total_backward_dual(x, _, cty, t, *, problem, want, want_tangent):
     """With y and ty computed afresh from x and tx, so that it can be differentiated in them."""
     tx, _, cy = t
-    y, ty = reference.forward_dual(x, tx, problem)
-    return reference.backward_dual(x, y, cty, (tx, ty, cy), problem, want, want_tangent)
+    y, ty = _job("forward_dual", problem, x, tx)
+    return _job("backward_dual", problem, x, y, cty, (tx, ty, cy), want=want, want_tangent=want_tangent)
 
 
 def _total_backward_tangent(x, _, cty, __, t, *, problem, want):
@@ -60,12 +73,14 @@ def _total_backward_tangent(x, _, cty, __, t, *, problem, want):
 
 
 _REFERENCE: dict[str, Callable] = {
-    "forward": reference.forward,
-    "forward_dual": reference.forward_dual,
-    "tangent": lambda x, y, tx, *, problem: reference.forward_dual(x, tx, problem)[1],
+    "forward": lambda x, *, problem: _job("forward", problem, x),
+    "forward_dual": lambda x, tx, *, problem: _job("forward_dual", problem, x, tx),
+    "tangent": lambda x, y, tx, *, problem: _job("forward_dual", problem, x, tx)[1],
     "second": _second,
-    "backward": reference.backward,
-    "backward_dual": reference.backward_dual,
+    "backward": lambda x, y, cy, *, problem, want: _job("backward", problem, x, y, cy, want=want),
+    "backward_dual": lambda x, y, cty, t, *, problem, want, want_tangent: _job(
+        "backward_dual", problem, x, y, cty, t, want=want, want_tangent=want_tangent
+    ),
     "backward_tangent": _backward_tangent,
     "total_backward_dual": _total_backward_dual,
     "total_backward_tangent": _total_backward_tangent,
@@ -133,9 +148,13 @@ _KERNELS: dict[str, Callable] = {
 
 def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem: Any, **static: Any) -> Any:
     """The leading axes are folded into the batch: here, where a device sees its own shard alone, see `partition.py`."""
+    def pair(name, problem, *args, **static):
+        return _KERNELS[name](launcher, problem, *args, **static)
+
+    job: Callable = pair if problem.context is None else functools.partial(context_parallel.run, pair)
     lead, batch = x.query.shape[:-4], x.query.shape[-4]
     if not lead:
-        return _KERNELS[name](launcher, problem, x, *args, **static)
+        return job(name, problem, x, *args, **static)
     n = len(lead) + 1
 
     def fold(a):
@@ -162,7 +181,7 @@ def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem:
 
     bias = x.bias
     x, *args = jax.tree.map(fold, jax.tree.map(spread, (x, *args), is_leaf=is_operands))
-    return jax.tree.map(restored, _KERNELS[name](launcher, problem, x, *args, **static), is_leaf=is_operands)
+    return jax.tree.map(restored, job(name, problem, x, *args, **static), is_leaf=is_operands)
 
 
 # ------------------------------------------------------------------------------------------------ the choice
