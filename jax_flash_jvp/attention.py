@@ -240,7 +240,9 @@ def dot_product_attention(
     if context is not None:
         for name, ids in segments.items():
             if ids is not None and jnp.iinfo(given[name].dtype).bits > 16 and given[name].dtype != jnp.int32:
-                raise TypeError(f"`{name}` must fit int32 where there is a `context_axis`: got {given[name].dtype}; cast it")
+                raise TypeError(
+                    f"`{name}` must fit int32 where there is a `context_axis`: got {given[name].dtype}; cast it"
+                )
     x = _in_int32(x)
     if rate == 1:  # o is zero, which does not reach ℓ
         x, rate = x._replace(value=x.value * 0, seed=None), 0.0
@@ -402,7 +404,10 @@ def _context(axis: Any, strategy: Any, order: Any) -> Context | None:
     if order not in ORDERS:
         raise ValueError(f"`context_order` must be one of {ORDERS}: got {order!r}")
     if axis is None:
-        for name, given in (("context_strategy", strategy), ("context_order", None if order == "contiguous" else order)):
+        for name, given in (
+            ("context_strategy", strategy),
+            ("context_order", None if order == "contiguous" else order),
+        ):
             if given is not None:
                 raise ValueError(
                     f"`{name}`={given!r} goes with a `context_axis`, inside jax.shard_map; elsewhere JAX divides arrays in the "
@@ -426,8 +431,10 @@ def _shared(
     problem: Problem, x: Operands, context: Context, strategy: Strategy | None
 ) -> tuple[Problem, Operands, Context | None]:
     """The call of this device, and if results are to be exchanged, among whom."""
-    rows = [name for name, a in (("bias", x.bias), ("mask", x.mask)) if a is not None and (a.shape[2] > 1 or name == "bias")]
-    chosen = strategy_of(strategy, context.devices, x.key.shape[2], rows, ("context_strategy", "context_axis"))
+    rows = [
+        name for name, a in (("bias", x.bias), ("mask", x.mask)) if a is not None and (a.shape[2] > 1 or name == "bias")
+    ]
+    chosen = strategy_of(strategy, context.devices, x.key.shape[2], rows)
     for name, a in (("query", x.query), ("key", x.key)):
         if context.order == "zigzag" and a.shape[1] % 2:
             raise ValueError(

@@ -246,7 +246,9 @@ def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wan
         sums = [None] * len(leaves) if rows is None else [*rows]
         sums = [None if kind == "columns" else a for a, kind in zip(sums, kinds, strict=True)]
         for block in blocks:
-            got = jax.tree.leaves(pair(name, shards.problem_of(block), *shards.part(block, step, args, columns), **static))
+            got = jax.tree.leaves(
+                pair(name, shards.problem_of(block), *shards.part(block, step, args, columns), **static)
+            )
             sums = [shards.added(*each, block, step) for each in zip(sums, got, leaves, kinds, strict=True)]
         sums = [zero if a is None else a for a, zero in zip(sums, leaves, strict=True)]
         rows = [None if kind == "columns" else a for a, kind in zip(sums, kinds, strict=True)]
@@ -291,7 +293,9 @@ def _exchanged(exchange: Callable, tree: Any, context: Context) -> Any:
 def _routes(context: Context) -> list[list[tuple[int, int]]]:
     """From whom to whom go first halves, which are the even chunks, and second ones."""
     n = context.devices
-    return [[(device, min(chunk, 2 * n - 1 - chunk)) for device, chunk in enumerate(range(i, 2 * n, 2))] for i in (0, 1)]
+    return [
+        [(device, min(chunk, 2 * n - 1 - chunk)) for device, chunk in enumerate(range(i, 2 * n, 2))] for i in (0, 1)
+    ]
 
 
 def _turned(a: Any, b: Any, context: Context) -> tuple[Any, Any]:

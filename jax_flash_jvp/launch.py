@@ -148,6 +148,7 @@ _KERNELS: dict[str, Callable] = {
 
 def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem: Any, **static: Any) -> Any:
     """The leading axes are folded into the batch: here, where a device sees its own shard alone, see `partition.py`."""
+
     def pair(name, problem, *args, **static):
         return _KERNELS[name](launcher, problem, *args, **static)
 
@@ -221,7 +222,10 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
             "attention %s: %s; on the GPU that this is for, the tiled reference will compute it", name, error
         )
         return by_reference(x, *args, problem=problem, **static)
-    job: Callable = functools.partial(_by_kernels, name, launcher, problem=problem, **static)
+
+    def job(problem: Any, *args: Any) -> Any:
+        return _by_kernels(name, launcher, *args, problem=problem, **static)
+
     if isinstance(divided, str) and launcher.on_shards:
         logger.warning(
             "attention %s: %s, XLA cannot be told how to divide it: it gathers arrays that are sharded, and every device "
@@ -229,10 +233,9 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
         )  # fmt: skip
     elif divided and launcher.on_shards:
         label = f"{name} {problem} {sorted(static.items())} {launcher.target} {launcher.multiprocessors} {_code()}"
-        keep = () if x.seed is None else ("heads",)  # dropout counts them
-        job = functools.partial(on_shards, job, label=label, keep=keep)
+        job = functools.partial(on_shards, job, label=label)
     try:
-        return job(x, *args)
+        return job(problem, x, *args)
     except NotImplementedError as error:  # no tile of this one job fits the GPU
         if wanted is not None:
             raise
