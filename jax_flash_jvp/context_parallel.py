@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import tree_flatten, tree_unflatten
 
 from jax_flash_jvp.context import Block, Context, chunks_of, lengths_in, merged, plan, zigzag_positions
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
@@ -25,8 +26,11 @@ KINDS = Operands(
 
 
 def reorder_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
-    """An array with the axis of the sequence in zig-zag order, so that equal shards of it are what `context_order`="zigzag" means;
-    places for rotary embeddings are `zigzag_positions(length, devices)`."""
+    """An array with the axis of its sequence in zig-zag order, so that equal shards are what `context_order`="zigzag" means.
+
+    Of 2n chunks, n being the number of `devices`, the first shard has the first and the last, and so on.  Places for rotary
+    embeddings are then `zigzag_positions(length, devices)`.
+    """
     return jnp.take(x, zigzag_positions(x.shape[axis], devices), axis)
 
 
@@ -80,7 +84,7 @@ class Shards:
 
     def part(self, block: Block, step: Any, args: Any, columns: Sequence[Any]) -> Any:
         """The arguments for a block, of those of all rows of this device, and the columns of this step."""
-        leaves, tree = jax.tree.flatten(args)
+        leaves, tree = tree_flatten(args)
         arrived, cut = iter(columns), []
         for a, (kind, axis) in zip(leaves, kinds_of(args), strict=True):
             if kind == "rows" or (kind == "scores" and a.shape[2] > 1):
@@ -91,7 +95,7 @@ class Shards:
                 starts = self.column_starts(block, step)
                 a = jnp.concatenate([lax.dynamic_slice_in_dim(a, start, self.column_chunk, 3) for start in starts], 3)
             cut.append(a)
-        x, *rest = tree.unflatten(cut)
+        x, *rest = tree_unflatten(tree, cut)
         rows, columns = self.row_starts(block), self.column_starts(block, step)
         if x.query_lengths is not None:
             x = x._replace(query_lengths=lengths_in(jnp, x.query_lengths, rows, self.row_chunk))
@@ -133,8 +137,8 @@ class Shards:
         return jax.tree.map(lambda a: lax.ppermute(a, self.axes, ring), tree)
 
     def around(self, compute: Callable, columns: list[Any], rows: Any) -> tuple[Any, list[Any]]:
-        """compute(blocks, step, columns, rows) gives the rows with those of these blocks, and what the columns collect.  After all
-        steps: the rows, and what this device's own columns have collected."""
+        """compute(blocks, step, columns, rows) gives the rows with those of these blocks, and what the columns collect.  After
+        all steps: the rows, and what this device's own columns have collected."""
 
         def at(steps: range, step: Any, columns: list[Any], rows: Any) -> Any:
             numbers = sorted({of_device[s] for of_device in self.plan.table for s in steps})
@@ -239,7 +243,7 @@ def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wan
         Operands(*(lax.full_like(x.query, 0, dtype(a), a.shape) if w else None for a, w in zip(x, want, strict=False)))
         for want in asked
     ]
-    leaves, tree = jax.tree.flatten(zeros)
+    leaves, tree = tree_flatten(zeros)
     kinds = [str(kind) for kind, _ in kinds_of(zeros)]
 
     def compute(blocks: tuple[Block, ...], step: Any, columns: list[Any], rows: Any) -> Any:
@@ -255,8 +259,8 @@ def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wan
         return rows, [a for a, kind in zip(sums, kinds, strict=True) if kind == "columns"]
 
     rows, collected = shards.around(compute, columns_of(args), None)
-    collected = iter(collected)
-    gradients = tree.unflatten([next(collected) if a is None else a for a in rows])
+    of_columns = iter(collected)
+    gradients = tree_unflatten(tree, [next(of_columns) if a is None else a for a in rows])
     if of_rows:
         cotangents = [cy[1], t[0][2][1]] if t else [cy[1]]
         gradients = [
@@ -282,12 +286,11 @@ def _of_rows(d_lse: Any, lse: Any, bias: Any) -> Any:
 
 
 def _exchanged(exchange: Callable, tree: Any, context: Context) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = tree_flatten(tree)
     axes = [axis if kind in ("rows", "columns") else 2 if kind == "scores" else None for kind, axis in kinds_of(tree)]
     moves = [axis is not None and a.shape[axis] > 1 for a, axis in zip(leaves, axes, strict=True)]
-    return structure.unflatten(
-        [exchange(a, axis, context) if m else a for a, axis, m in zip(leaves, axes, moves, strict=True)]
-    )
+    moved = [exchange(a, axis, context) if m else a for a, axis, m in zip(leaves, axes, moves, strict=True)]
+    return tree_unflatten(structure, moved)
 
 
 def _routes(context: Context) -> list[list[tuple[int, int]]]:
@@ -306,11 +309,13 @@ def _turned(a: Any, b: Any, context: Context) -> tuple[Any, Any]:
 
 def _to_zigzag(a: Any, axis: int, context: Context) -> Any:
     halves = zip(jnp.split(a, 2, axis), _routes(context), strict=True)
-    return jnp.concatenate(_turned(*(lax.ppermute(half, context.axes, to) for half, to in halves), context), axis)
+    even, odd = (lax.ppermute(half, context.axes, to) for half, to in halves)
+    return jnp.concatenate(_turned(even, odd, context), axis)
 
 
 def _from_zigzag(a: Any, axis: int, context: Context) -> Any:
-    halves = zip(_turned(*jnp.split(a, 2, axis), context), _routes(context), strict=True)
+    early, late = jnp.split(a, 2, axis)
+    halves = zip(_turned(early, late, context), _routes(context), strict=True)
     back = [lax.ppermute(half, context.axes, [(s, d) for d, s in to]) for half, to in halves]
     return jnp.concatenate(back, axis)
 

@@ -14,6 +14,7 @@ import pathlib
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -201,15 +202,25 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
             "`implementation` None, or ask for 'xla' (the tiled reference) or 'interpret' (the kernels on numpy)"
         )
     nothing_to_do = 0 in x.query.shape or 0 in x.key.shape
-    by_reference = reference_job(name)
+    divide = divided is True and not nothing_to_do
+
+    def by_reference() -> Any:
+        def job(problem: Any, *args: Any) -> Any:
+            return reference_job(name)(*args, problem=problem, **static)
+
+        return on_shards(job, problem, x, *args, label=label("xla")) if divide else job(problem, x, *args)
+
+    def label(*target: Any) -> str:
+        return " ".join(map(str, (name, problem, sorted(static.items()), *target, _code())))
+
     if platform == "cuda" and wanted != "xla" and name not in _KERNELS:
         logger.debug("attention %s: the tiled reference alone computes this derivative", name)
     if wanted == "xla" or name not in _KERNELS or nothing_to_do or (wanted is None and platform != "cuda"):
-        return by_reference(x, *args, problem=problem, **static)
+        return by_reference()
     reason = unserved(x)
     if reason is not None:
         logger.debug("attention %s: the kernels do not serve %s; the tiled reference computes it", name, reason)
-        return by_reference(x, *args, problem=problem, **static)
+        return by_reference()
     if wanted == "interpret":
         problem = dataclasses.replace(problem, precision="ieee")  # its products are exact
     try:
@@ -221,7 +232,7 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
         logger.warning(
             "attention %s: %s; on the GPU that this is for, the tiled reference will compute it", name, error
         )
-        return by_reference(x, *args, problem=problem, **static)
+        return by_reference()
 
     def job(problem: Any, *args: Any) -> Any:
         return _by_kernels(name, launcher, *args, problem=problem, **static)
@@ -232,22 +243,22 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
             "computes all of it", name, divided,
         )  # fmt: skip
     elif divided and launcher.on_shards:
-        label = f"{name} {problem} {sorted(static.items())} {launcher.target} {launcher.multiprocessors} {_code()}"
-        job = functools.partial(on_shards, job, label=label)
+        job = functools.partial(on_shards, job, label=label(launcher.target, launcher.multiprocessors))
     try:
         return job(problem, x, *args)
     except NotImplementedError as error:  # no tile of this one job fits the GPU
         if wanted is not None:
             raise
         logger.debug("attention %s: %s; the tiled reference computes it", name, error)
-        return by_reference(x, *args, problem=problem, **static)
+        return by_reference()
 
 
 @functools.cache
 def _code() -> str:
     """Of what makes kernels, all that may change."""
     sources = b"".join(path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")))
-    versions = [importlib.metadata.version(package) for package in ("triton", "jax-triton")]
+    found = [find_spec(package.replace("-", "_")) and package for package in ("triton", "jax-triton")]
+    versions = [importlib.metadata.version(package) for package in found if package]
     return " ".join([f"{zlib.crc32(sources):08x}", *versions])
 
 

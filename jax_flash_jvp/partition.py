@@ -28,6 +28,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from jax_flash_jvp.context import Context, strategy_of
 from jax_flash_jvp.context_parallel import by_heads, by_sequence
+from jax_flash_jvp.kernel_primitive import float64_if
 from jax_flash_jvp.problem import Operands, Problem
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def on_shards(job: Callable, problem: Problem, *args: Any, label: str) -> Any:
 
         def shard(*leaves):
             # traced while XLA compiles, for one device, perhaps under the user's mesh
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), float64_if(leaves):
                 got = tree_leaves(local(*tree_unflatten(tree, leaves)))
                 return [_summed(a, over) if over else a for a, over in zip(got, sums, strict=True)]
 

@@ -4,8 +4,8 @@ Operators take no records, so that options are words: left=N, right=N, lower_rig
 counts in the selection, and code=…, which says nothing to them: PyTorch keeps compiled programs on disk, gradients included, by
 the names and arguments of their operators, and would use those of another version of this package.
 
-A selection is int32 [B, 7 + T + S]: the lengths of queries and keys, a seed of two numbers and three places, see `problem.py`, and
-the segments of queries and keys.
+A selection is int32 [B, 7 + T + S]: the lengths of queries and keys, a seed of two numbers and three places, see `problem.py`,
+and the segments of queries and keys.
 """
 
 import functools

@@ -69,8 +69,8 @@ def all_orders(attend, *x):
 
 
 def check(function, got, expected, x):
-    a, b = (jax.jit(functools.partial(function, attend))(*x) for attend in (got, expected))
-    for a, b in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+    both = (jax.jit(functools.partial(function, attend))(*x) for attend in (got, expected))
+    for a, b in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
@@ -116,7 +116,12 @@ def test_blocks_are_all_scores_once(order, gathered):
 def test_zigzag_is_balanced():
     """A block for every pair of devices, half of its scores."""
     for n in (2, 4, 8):
-        blocks = [block for device in range(n) for step in range(1, n) for block in plan("zigzag", n, 8, 8, None, 0).blocks(device, step)]
+        blocks = [
+            block
+            for device in range(n)
+            for step in range(1, n)
+            for block in plan("zigzag", n, 8, 8, None, 0).blocks(device, step)
+        ]
         assert len(blocks) == n * (n - 1)
         assert all(block.window is None for block in blocks)
         assert {np.ptp(block.rows) * np.ptp(block.columns) for block in blocks} == {2}
@@ -419,7 +424,9 @@ def test_two_processes(unused_port):
     """Of two devices each, a ring of four; and, without a word, the same program under jit."""
     environment = dict(os.environ, JAX_PLATFORMS="cpu")
     workers = [
-        subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, str(unused_port), str(i)], env=environment, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(unused_port), str(i)], env=environment, stderr=subprocess.PIPE
+        )
         for i in range(2)
     ]
     for worker in workers:
@@ -446,23 +453,39 @@ def refused(match, x=None, devices=2, kind=ValueError, **options):
 
 def test_bad_arguments_are_named():
     refused("`context_strategy` must be None or one of .*: got 'rings'", context_strategy="rings")
-    refused("2 heads of `key`, which the 4 devices of `context_axis` do not divide; ask for 'ring'", devices=4, context_strategy="ulysses")
+    refused(
+        "2 heads of `key`, which the 4 devices of `context_axis` do not divide; ask for 'ring'",
+        devices=4,
+        context_strategy="ulysses",
+    )
     mask = jnp.ones((1, 1, 16, 16), bool)
     rows = [("mask", PartitionSpec(None, None, "devices"))]
-    refused("'ulysses' does not serve `mask`, of which every device would need all rows; ask for 'ring'", (*operands(16), mask), more=rows, context_strategy="ulysses")
-        refused(r"`mask` must broadcast to .* = \(2, 4, 8, 16\)", (*operands(16), mask[..., :8]), more=rows)
+    refused(
+        "'ulysses' does not serve `mask`, of which every device would need all rows; ask for 'ring'",
+        (*operands(16), mask),
+        more=rows,
+        context_strategy="ulysses",
+    )
+    refused(r"`mask` must broadcast to .* = \(2, 4, 8, 16\)", (*operands(16), mask[..., :8]), more=rows)
     ids = jnp.zeros((2, 16), jnp.int32)
     whole = [("query_segment_ids", PartitionSpec()), ("key_value_segment_ids", SHARD)]
-    refused(r"`query_segment_ids` must have shape \(2, 8\), one segment a query: got \(2, 16\)", (*operands(16), ids, ids), more=whole)
+    refused(
+        r"`query_segment_ids` must have shape \(2, 8\), one segment a query: got \(2, 16\)",
+        (*operands(16), ids, ids),
+        more=whole,
+    )
+    inside = functools.partial(dot_product_attention, context_axis="devices", context_order="zigzag")
+    odd = jax.shard_map(inside, mesh=mesh_of(2), in_specs=SHARD, out_specs=SHARD)
     with pytest.raises(ValueError, match="`query` must be two chunks of a sequence in zig-zag order: got 3 rows"):
-        inside = functools.partial(dot_product_attention, context_axis="devices", context_order="zigzag")
-        jax.eval_shape(jax.shard_map(inside, mesh=mesh_of(2), in_specs=SHARD, out_specs=SHARD), *operands(6))
+        jax.eval_shape(odd, *operands(6))
     for options in (dict(context_strategy="ring"), dict(context_order="zigzag")):
-        with pytest.raises(ValueError, match="goes with a `context_axis`, inside jax.shard_map"):
+        with pytest.raises(ValueError, match=r"goes with a `context_axis`, inside jax\.shard_map"):
             dot_product_attention(*operands(16), **options)
     with pytest.raises(ValueError, match="`context_order` must be one of"):
         dot_product_attention(*operands(16), context_order="zig")
-    with pytest.raises(ValueError, match="`context_axis` must name axes of a jax.shard_map around the call: got 'devices'"):
+    with pytest.raises(
+        ValueError, match=r"`context_axis` must name axes of a jax\.shard_map around the call: got 'devices'"
+    ):
         dot_product_attention(*operands(16), context_axis="devices")
     with pytest.raises(TypeError, match="`context_axis` must be the name of an axis"):
         dot_product_attention(*operands(16), context_axis=3)
