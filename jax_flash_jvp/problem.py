@@ -5,7 +5,7 @@ Everywhere below the public functions the logical layout is
 
     query [*, B, T, N, H]    key [*, B, S, K, H]    value [*, B, S, K, Hv]    output [*, B, T, N, Hv]
     bias, mask [*, 1|B, 1|K|N, 1|T, 1|S]    query_lengths, key_lengths [*, B]    log_sum_exp [*, B, N, T]
-    query_segments [*, B, T]    key_segments [*, B, S]    seed [*, B, 2]
+    query_segments [*, B, T]    key_segments [*, B, S]    seed [*, B, 5]
 
 where `*` stands for the leading axes that vmap adds, and K divides N (grouped-query attention).
 """
@@ -16,6 +16,8 @@ import operator
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
+
+from jax_flash_jvp.context import Context
 
 MAX_HEAD_DIM = 256  # of the kernels
 # A bias that is not above it hides: beside such scores, float32 does not hold the logarithm of a sum.  -1e5 in bfloat16.
@@ -41,7 +43,9 @@ class Operands(NamedTuple):
     key_lengths: Any = None
     query_segments: Any = None
     key_segments: Any = None
-    seed: Any = None  # of dropout
+    seed: Any = (
+        None  # of dropout: two numbers, and the places of the first head, query and key among those of the whole call
+    )
 
 
 DIFFERENTIABLE = 4  # the first four of Operands have tangents; the rest select
@@ -63,6 +67,8 @@ class Problem:
     lower_right: bool = False  # count i from the end: the last query is where the last key is
     soft_cap: float | None = None  # c of c tanh(σ q·k / c)
     dropout_rate: float = 0.0
+    context: Context | None = None  # the devices that share the sequence; None: one device has it
+    partial: bool = False  # the keys are some of those that queries see: results are float32, to be merged or summed
     precision: Precision = "ieee"
     implementation: Implementation | None = (
         None  # None: the kernels on a GPU where they serve the call, else the tiled reference
@@ -150,8 +156,9 @@ def dropout_rate_of(name: str, value: float) -> float:
 # ------------------------------------------------------------------------------------------------ the arrays
 
 
-def check_operands(x: Operands) -> None:
-    """Raise a ValueError or TypeError unless the (four-dimensional) arrays describe one attention call."""
+def check_operands(x: Operands, columns: int | None = None) -> None:
+    """Raise a ValueError or TypeError unless the (four-dimensional) arrays describe one attention call.  `columns`: of bias and
+    mask, if there are more than keys here."""
     query, key, value = (shape_of(n, a) for n, a in zip(("query", "key", "value"), x[:3], strict=True))
     _check_dtypes(x)
     if not query[0] == key[0] == value[0]:
@@ -175,7 +182,7 @@ def check_operands(x: Operands) -> None:
     batch, queries, keys = query[0], query[1], key[1]
     for name, array in (("bias", x.bias), ("mask", x.mask)):
         if array is not None:
-            _check_broadcast(name, shape_of(name, array), (batch, query[2], queries, keys), key[2])
+            _check_broadcast(name, shape_of(name, array), (batch, query[2], queries, columns or keys), key[2])
     for field, shape, what in (
         ("query_lengths", (batch,), "one length a batch entry"),
         ("key_lengths", (batch,), "one length a batch entry"),
