@@ -32,6 +32,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     lane_layout,
     lane_sums,
     log2_sum_exp,
+    mean_at,
     over_lanes,
     own_columns,
     packed,
@@ -446,8 +447,8 @@ def consume_block(
     LATE_DP: gl.constexpr = FEATURES.late_dp and USE_C  # dP is issued behind the softmax, which has its registers
     gl.static_assert(not LATE_DP or not WANT_TA, "of gradients alone")
     # row sums of dS and of ḋS, where these are multiplied with keys or their tangents, if keys have a part in common
-    SUM_DS: gl.constexpr = ROW and N_DS > 0 and FEATURES.sees_all
-    SUM_TDS: gl.constexpr = ROW and WANT_TA and FEATURES.sees_all
+    SUM_DS: gl.constexpr = ROW and N_DS > 0
+    SUM_TDS: gl.constexpr = ROW and WANT_TA
     dtype: gl.constexpr = memory.a[0].dtype
     HQ, GROUP, LQ, LK = ints.HQ, ints.GROUP, ints.LQ, ints.LK
     HA = HQ if ROW else HQ // GROUP
@@ -684,21 +685,21 @@ def consume_block(
     else:
         if ROW:
             x = (i_b * HA + i_a).to(gl.int64) * LA + o_a
-            mean = (i_b * (HQ // GROUP) + block.i_stream).to(gl.int64) * C
+            mean = mean_at(i_b, i_a, block.i_stream, a_start, ints, C, FEATURES)
             b_da, _, b_tda, _ = all_four(gradients, none, options)
             if SUM_DS:
                 if common:
                     excess = excess_of(rows[0], lse2, statistics.D_LSE, x, o_a < LA, options.HAS_D_LSE)
                     delta += gl.expand_dims(excess, 1)
                     if WANT_A:
-                        b_da = without_mean(b_da, excess, statistics.KEY_MEAN + mean, C, FIRST)
+                        b_da = without_mean(b_da, excess, statistics.KEY_MEAN, mean, C, FIRST)
                     if WANT_TA and USE_TB:
-                        b_tda = without_mean(b_tda, excess, statistics.T_KEY_MEAN + mean, C, FIRST)
+                        b_tda = without_mean(b_tda, excess, statistics.T_KEY_MEAN, mean, C, FIRST)
             if SUM_TDS:
                 if common:
                     excess = excess_of(rows[len(rows) - 1], lse2, statistics.TD_LSE, x, o_a < LA, options.HAS_TD_LSE)
                     t_delta += gl.expand_dims(excess, 1)
-                    b_tda = without_mean(b_tda, excess, statistics.KEY_MEAN + mean, C, FIRST)
+                    b_tda = without_mean(b_tda, excess, statistics.KEY_MEAN, mean, C, FIRST)
             if FIRST == 0:
                 store_statistic(results.DELTA, x, delta, o_a < LA)
                 if WANT_TA:

@@ -36,6 +36,12 @@ class HopperCall:
         self.statistic, self.output = self.portable.statistic, self.portable.output
         self.key_gradient = self.portable.key_gradient
 
+    def block_of_means(self, ring: Ring, dual: bool) -> Tile:
+        """A tile of the portable kernels for the mean keys of rows: where tiles are listed that of the query side."""
+        if self.features.tiles.present:
+            return Tile(GROUP * ring.height, ring.tile, 4 * ring.height, 2)
+        return self.portable.tile("query_side_dual" if dual else "query_side")
+
     def sweep(self, by_key: bool) -> Sweep:
         """Over the keys of each query, or `by_key` over the queries of each key."""
         queries, keys = self.query_length, self.key_length
@@ -183,8 +189,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
             ta=(ta, GROUP), tc=(tc, GROUP), tb=(tb, ring.tile), te=(te, ring.tile),
             o=(o if makes else None, GROUP), to=(t_o if makes else None, GROUP),
         )  # fmt: skip
-        sums = row and call.features.sees_all
-        rows_summed = (wanted.a or (wanted.ta and tb is not None)) + wanted.ta if sums else 0
+        rows_summed = (wanted.a or (wanted.ta and tb is not None)) + wanted.ta if row else 0
         like = call.output if row else call.key_gradient
         return call.run(
             sweep, ring, dict(descriptors, **statistics),
@@ -215,7 +220,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     statistics = dict(LSE2=rows.lse2, MU=mu, DELTA=rows.delta, T_DELTA=rows.t_delta)
     gradients: dict[str, Any] = {}
     if any(wanted):
-        means = call.portable.key_means(tx.key if want_tangent.query else None)
+        means = call.portable.key_means(tx.key if want_tangent.query else None, call.block_of_means(ring, dual))
         of_rows = dict(D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean, COMMON=means.common)
         got = side(by_query, ring, wanted, statistics | of_rows, makes)
         gradients |= dict(query=got["DA"], t_query=got["TDA"])

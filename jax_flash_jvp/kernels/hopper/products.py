@@ -266,19 +266,35 @@ def summed_lanes(b_r, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def without_mean(b_x, b_r, MEAN, C: gl.constexpr, FIRST: gl.constexpr):
-    """The sums x − r mᵀ, of a number r for each row and one of m for each of C columns; x has those from part FIRST on."""
-    b_y = (part_without_mean(b_x[0], b_r, MEAN, C, FIRST),)
+def mean_at(i_b, i_h, i_k, row, ints, C: gl.constexpr, FEATURES: gl.constexpr):
+    """(offset, rows, from one to the next) of the mean keys: one of a head of keys, or one of each query from `row` on."""
+    if FEATURES.sees_all:
+        return (i_b * (ints.HQ // ints.GROUP) + i_k).to(gl.int64) * C, 1, 0
+    else:
+        return ((i_b.to(gl.int64) * ints.LQ + row) * ints.HQ + i_h) * C, ints.LQ - row, ints.HQ * C
+
+
+@gluon.jit
+def without_mean(b_x, b_r, MEAN, at, C: gl.constexpr, FIRST: gl.constexpr):
+    """The sums x − r m, of a number r for each row and mean keys m of C columns; x has those from part FIRST on."""
+    b_y = (part_without_mean(b_x[0], b_r, MEAN, at, C, FIRST),)
     for PART in gl.static_range(1, len(b_x)):
-        b_y = b_y + (part_without_mean(b_x[PART], b_r, MEAN, C, FIRST + PART),)
+        b_y = b_y + (part_without_mean(b_x[PART], b_r, MEAN, at, C, FIRST + PART),)
     return b_y
 
 
 @gluon.jit
-def part_without_mean(b_x, b_r, MEAN, C: gl.constexpr, PART: gl.constexpr):
+def part_without_mean(b_x, b_r, MEAN, at, C: gl.constexpr, PART: gl.constexpr):
+    offset, rows, stride = at
     o_c = before(C, PART) + gl.arange(0, width(C, PART), layout=gl.SliceLayout(0, b_x.type.layout))
-    b_m = gl.load(MEAN + o_c, mask=o_c < C, other=0.0)
-    return b_x - by_row(b_r, b_x) * gl.expand_dims(b_m, 0)
+    X = MEAN + offset
+    if MEAN.dtype.element_ty == gl.float32:  # of a head
+        b_m = gl.expand_dims(gl.load(X + o_c, mask=o_c < C, other=0.0), 0)
+    else:
+        o_r = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, b_x.type.layout))
+        m_x = gl.expand_dims(o_r < rows, 1) & gl.expand_dims(o_c < C, 0)
+        b_m = gl.load(X + gl.expand_dims(o_r * stride, 1) + gl.expand_dims(o_c, 0), mask=m_x, other=0.0).to(gl.float32)
+    return b_x - by_row(b_r, b_x) * b_m
 
 
 @gluon.jit

@@ -27,16 +27,13 @@ from jax_flash_jvp.kernels.portable.scores import (
     INTEGERS,
     accumulated,
     aligned,
-    before,
     inner,
     lengths,
-    load_block,
     load_rows,
     load_statistic,
     log2_sum_exp,
     operand,
     own_block,
-    parts,
     products,
     scaled,
     scores,
@@ -45,7 +42,6 @@ from jax_flash_jvp.kernels.portable.scores import (
     tangent_products,
     tangent_scores,
     under_cap,
-    width,
 )
 from jax_flash_jvp.kernels.portable.visibility import (
     exists,
@@ -99,53 +95,6 @@ def statistics(
         if HAS_TD_LSE:
             b_t_delta -= tl.load(TD_LSE + x, mask=m_x, other=0.0)
         tl.store(T_DELTA + x, b_t_delta, mask=m_x)
-
-
-@triton.jit(do_not_specialize_on_alignment=INTEGERS)
-def key_means(
-    K, TK, K_LENGTHS, HK, LK, s_kb, s_kh, step,
-    MEAN, T_MEAN, COMMON,
-    D: tl.constexpr, BN: tl.constexpr, s_k: tl.constexpr, UNIT_K: tl.constexpr, FEATURES: tl.constexpr,
-    HAS_TK: tl.constexpr,
-):  # fmt: skip
-    """The mean of every `step`-th key of a head, within its length, and of their tangents.  Keys have much in common where the
-    square of the mean is more than twice what it would be by chance, if they had nothing."""
-    i = tl.program_id(0).to(tl.int64)
-    key_end = LK
-    if FEATURES.key_lengths:
-        key_end = tl.minimum(LK, tl.load(K_LENGTHS + i // HK))
-    n = tl.cdiv(key_end, step)
-    stride = tl.full([], s_k, tl.int64) * step
-    offset = (i // HK * s_kb + i % HK * s_kh) * UNIT_K
-    common = store_mean(MEAN + i * D, K + offset, stride, n, D, BN)
-    if HAS_TK:
-        common = common | store_mean(T_MEAN + i * D, TK + offset, stride, n, D, BN)
-    tl.store(COMMON + i, common.to(tl.int32))
-
-
-@triton.jit
-def store_mean(MEAN, K, stride, n, D: tl.constexpr, BN: tl.constexpr):
-    o_r = tl.arange(0, BN)
-    per_n = 1.0 / tl.maximum(n, 1).to(tl.float32)
-    squares = 0.0
-    squared = 0.0  # the mean
-    for PART in tl.static_range(parts(D)):
-        o_d = before(D, PART) + tl.arange(0, width(D, PART))
-        b_sum = tl.zeros([BN, width(D, PART)], tl.float32)
-        b_squares = tl.zeros([BN, width(D, PART)], tl.float32)
-        for row in range(0, n, 4 * BN):  # four at a time, whose loads do not wait for each other
-            b_k = (load_block(K, row, stride, o_r, n, D, PART, True),)
-            for PIECE in tl.static_range(1, 4):
-                b_k = b_k + (load_block(K, row + PIECE * BN, stride, o_r, n, D, PART, True),)
-            for PIECE in tl.static_range(4):
-                b_x = b_k[PIECE].to(tl.float32)
-                b_sum += b_x
-                b_squares += b_x * b_x
-        b_mean = tl.sum(b_sum, 0) * per_n
-        tl.store(MEAN + o_d, b_mean, mask=o_d < D)
-        squares += tl.sum(b_squares) * per_n
-        squared += tl.sum(b_mean * b_mean)
-    return squared > 2.0 * per_n * squares
 
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
@@ -275,7 +224,7 @@ def key_side(
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def query_side(
-    Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN,
+    Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON,
     BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     D_Q, TD_Q, DELTA_OUT, T_DELTA_OUT,
@@ -284,12 +233,12 @@ def query_side(
     FEATURES: tl.constexpr, RAGGED: tl.constexpr,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_TD_LSE: tl.constexpr,
-    WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, CORRECTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ and its tangent for one block of queries, and δ and δ̇ less the excess of row sums: a pass over the keys."""
     CAPPED: tl.constexpr = FEATURES.cap
-    SUM_DS: tl.constexpr = FEATURES.sees_all and (WANT_Q or (WANT_TQ and HAS_TK))
-    SUM_TDS: tl.constexpr = FEATURES.sees_all and WANT_TQ
+    SUM_DS: tl.constexpr = CORRECTED and (WANT_Q or (WANT_TQ and HAS_TK))
+    SUM_TDS: tl.constexpr = CORRECTED and WANT_TQ
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     LQ, LK = aligned(LQ, LK, FEATURES)
     i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
@@ -331,6 +280,10 @@ def query_side(
     b_e = tl.zeros([BM], tl.float32)  # of what rounding adds to dS under a cap
     b_te = tl.zeros([BM], tl.float32)  # to ḋS
     b_c = tl.zeros([BM], tl.float32)  # of P under the cap
+    mean = i_b * (HQ // GROUP) + i_h // GROUP
+    common = 0
+    if CORRECTED:
+        common = tl.load(COMMON + mean)
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
@@ -353,10 +306,11 @@ def query_side(
                     b_ds += thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
                 b_ds = b_p * b_ds
                 b_dx = under_cap(b_ds, b_u, FEATURES)
-                if CAPPED and FEATURES.sees_all:
+                if CAPPED and CORRECTED:
                     b_c += tl.sum(under_cap(b_p, b_u, FEATURES), 1)
                 if SUM_DS:
-                    b_r, b_e = with_rows(b_r, b_e, b_ds, b_dx, b_k[0].dtype, PRECISION, FEATURES)
+                    if common != 0:
+                        b_r, b_e = with_rows(b_r, b_e, b_ds, b_dx, b_k[0].dtype, PRECISION, FEATURES)
                 if WANT_Q:
                     b_dq = accumulated(b_dq, b_dx, b_k, PRECISION)
                 if WANT_TQ:
@@ -378,32 +332,35 @@ def query_side(
                     if FEATURES.cap and HAS_TS:
                         b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
                     if SUM_TDS:
-                        b_tr, b_te = with_rows(b_tr, b_te, b_tds, b_tdx, b_k[0].dtype, PRECISION, FEATURES)
+                        if common != 0:
+                            b_tr, b_te = with_rows(b_tr, b_te, b_tds, b_tdx, b_k[0].dtype, PRECISION, FEATURES)
                     b_tdq = accumulated(b_tdq, b_tdx, b_k, PRECISION)
                     if HAS_TK:
                         b_tdq = accumulated(b_tdq, b_dx, b_tk, PRECISION)
 
     m_x = i_m * BM + o_r < LQ
-    mean = (i_b * (HQ // GROUP) + i_h // GROUP) * D
+    q_offset = (i_b * LQ * HQ + i_h) * D
     if SUM_DS:
-        b_r = excess(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE)
+        b_r = excess(b_r, common, lse2, D_LSE, x, m_x, HAS_D_LSE)
         delta += b_r
         if CAPPED:
             b_r = b_r * b_c + b_e
         if WANT_Q:
-            b_dq = without_mean(b_dq, b_r, KEY_MEAN + mean, D)
+            b_mean = mean_keys(KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
+            b_dq = without_mean(b_dq, b_r, b_mean)
         if WANT_TQ and HAS_TK:
-            b_tdq = without_mean(b_tdq, b_r, T_KEY_MEAN + mean, D)
+            b_mean = mean_keys(T_KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
+            b_tdq = without_mean(b_tdq, b_r, b_mean)
     if SUM_TDS:
-        b_tr = excess(b_tr, lse2, TD_LSE, x, m_x, HAS_TD_LSE)
+        b_tr = excess(b_tr, common, lse2, TD_LSE, x, m_x, HAS_TD_LSE)
         t_delta += b_tr
         if CAPPED:
             b_tr = b_tr * b_c + b_te
-        b_tdq = without_mean(b_tdq, b_tr, KEY_MEAN + mean, D)
+        b_mean = mean_keys(KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
+        b_tdq = without_mean(b_tdq, b_tr, b_mean)
     tl.store(DELTA_OUT + x, delta, mask=m_x)
     if WANT_TQ:
         tl.store(T_DELTA_OUT + x, t_delta, mask=m_x)
-    q_offset = (i_b * LQ * HQ + i_h) * D
     if WANT_Q:
         store_rows(D_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_dq, scale))
     if WANT_TQ:
@@ -421,23 +378,26 @@ def with_rows(b_r, b_e, b_ds, b_dx, dtype: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def excess(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE: tl.constexpr):
-    """By how much row sums exceed the cotangent of ℓ; a row that sees nothing has none."""
+def excess(b_r, common, lse2, D_LSE, x, m_x, HAS_D_LSE: tl.constexpr):
+    """By how much row sums exceed the cotangent of ℓ, where they were made; a row that sees nothing has none."""
     if HAS_D_LSE:
         b_r -= tl.where(lse2 == float("inf"), 0.0, tl.load(D_LSE + x, mask=m_x, other=0.0))
-    return b_r
+    return tl.where(common != 0, b_r, 0.0)
 
 
 @triton.jit
-def without_mean(b_x, b_r, MEAN, D: tl.constexpr):
-    """x − r mᵀ, of a number r for each row and the mean m."""
-    b_y = (part_without_mean(b_x[0], b_r, MEAN, D, 0),)
+def mean_keys(MEAN, i, offset, row, HQ, o_r, LQ, common, D: tl.constexpr, FEATURES: tl.constexpr):
+    """[1, D], of the i-th head of keys, or [BM, D], where each row has its own, of these rows; parts."""
+    if FEATURES.sees_all:
+        return load_rows(MEAN + i * D, 0, 0, tl.arange(0, 1), 1, D, False)
+    else:
+        return load_rows(MEAN + offset, row, HQ * D, o_r, tl.where(common != 0, LQ, 0), D, True)
+
+
+@triton.jit
+def without_mean(b_x, b_r, b_mean):
+    """x − r m, of a number r for each row and the mean m."""
+    b_y = (b_x[0] - b_r[:, None] * b_mean[0],)
     for PART in tl.static_range(1, len(b_x)):
-        b_y = b_y + (part_without_mean(b_x[PART], b_r, MEAN, D, PART),)
+        b_y = b_y + (b_x[PART] - b_r[:, None] * b_mean[PART],)
     return b_y
-
-
-@triton.jit
-def part_without_mean(b_x, b_r, MEAN, D: tl.constexpr, PART: tl.constexpr):
-    o_d = before(D, PART) + tl.arange(0, width(D, PART))
-    return b_x - b_r[:, None] * tl.load(MEAN + o_d, mask=o_d < D, other=0.0)[None, :]

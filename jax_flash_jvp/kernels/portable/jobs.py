@@ -16,6 +16,7 @@ from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output
 from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
+from jax_flash_jvp.kernels.portable import means as mean_kernels
 from jax_flash_jvp.kernels.portable import visibility
 from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, product, short, tile
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
@@ -52,11 +53,11 @@ def features(problem: Problem, x: Operands) -> Features:
 
 
 class KeyMeans(NamedTuple):
-    """Of each head of keys."""
+    """Of each head of keys, or, where some rows do not see some keys, of each row of scores."""
 
     mean: Any
     t_mean: Any  # of the tangents; None without these
-    common: Any  # have keys, or tangents, much in common?
+    common: Any  # of each head of keys: have they, or their tangents, much in common?
 
 
 class RowStatistics(NamedTuple):
@@ -94,6 +95,7 @@ class PortableCall:
         )  # fmt: skip
         self.word = word  # its bits
         self.packed: dict[bool, Any] = {}  # the mask, by query or by key
+        self.listed: dict[tuple[int, int, bool], Any] = {}  # tiles, by their shape and by query or by key
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
             self.value_constants, D=self.head_dim, FEATURES=self.features,
@@ -186,9 +188,15 @@ class PortableCall:
 
     def tiles(self, tile: Tile, by_key: bool) -> Any:
         """The list of the tiles in which a mask or segments leave something to see; None without these."""
-        by = self.features.tiles
-        if not by.present:
+        if not self.features.tiles.present:
             return None
+        shape = (tile.block_m, tile.block_n, by_key)
+        if shape not in self.listed:
+            self.listed[shape] = self._list_tiles(tile, by_key)
+        return self.listed[shape]
+
+    def _list_tiles(self, tile: Tile, by_key: bool) -> Any:
+        by = self.features.tiles
         batch = self.batch if by.batch else 1
         heads = self.query_heads if by.heads else self.key_heads if by.groups else 1
         blocks = (triton.cdiv(self.query_length, tile.block_m), triton.cdiv(self.key_length, tile.block_n))
@@ -207,25 +215,40 @@ class PortableCall:
         )  # fmt: skip
         return self.launcher.launch(listing)["TILES"]
 
-    def key_means(self, t_key: Any) -> KeyMeans:
-        """From every so many keys, 512 at most.  None where some rows do not see some keys, of which they must know nothing."""
-        if not self.features.sees_all:
+    @property
+    def corrected(self) -> bool:
+        """Is the excess of row sums taken off?  In float32 where that costs next to nothing."""
+        return self.features.sees_all or self.dtype != "float32"
+
+    def key_means(self, t_key: Any, tile: Tile) -> KeyMeans:
+        """The mean of every so many keys of a head, 512 at most, or of each row, in blocks like `tile`."""
+        if not self.corrected:
             return KeyMeans(None, None, None)
+        of_heads = self.features.sees_all
         heads = (self.batch, self.key_heads)
-        mean = Output((*heads, self.head_dim), "float32")
+        mean = Output((*heads, self.head_dim), "float32") if of_heads else None
         step = max(1, min(8, self.key_length // 32), self.key_length // 512)
         warps = 1 if self.key_length <= 512 else 4  # one has nobody to wait for
-        constants = {name: self.constants[name] for name in ("D", "s_k", "UNIT_K", "FEATURES")}
-        strides = {name: self.scalars[name] for name in ("s_kb", "s_kh")}
+        names = ("D", "DV", "s_k", "s_v", "UNIT_K", "UNIT_V", "FEATURES")
+        strides = {name: self.scalars[name] for name in ("s_kb", "s_kh", "s_vb", "s_vh")}
         launch = Launch(
-            backward_kernels.key_means, self.batch * self.key_heads,
-            dict(K=self.x.key, TK=t_key, K_LENGTHS=self.x.key_lengths),
+            mean_kernels.key_means, self.batch * self.key_heads,
+            dict(K=self.x.key, TK=t_key, V=None if of_heads else self.x.value, K_LENGTHS=self.x.key_lengths),
             dict(HK=self.key_heads, LK=self.key_length, step=step, **strides),
             dict(MEAN=mean, T_MEAN=None if t_key is None else mean, COMMON=Output(heads, "int32")),
-            dict(constants, BN=8 * warps, HAS_TK=t_key is not None), num_warps=warps, num_stages=1,
+            dict({name: self.constants[name] for name in names}, BN=8 * warps, HAS_TK=t_key is not None),
+            num_warps=warps, num_stages=1,
         )  # fmt: skip
         got = self.launcher.launch(launch)
-        return KeyMeans(got["MEAN"], got["T_MEAN"], got["COMMON"])
+        common = got["COMMON"]
+        if not of_heads:
+            got = self.run(
+                mean_kernels.row_means, tile, self.query_programs(tile),
+                dict(Q=self.x.query, K=self.x.key, TK=t_key, COMMON=common),
+                dict(MEAN=self.query_gradient, T_MEAN=None if t_key is None else self.query_gradient),
+                NO_TANGENT._replace(key=t_key),
+            )  # fmt: skip
+        return KeyMeans(got["MEAN"], got["T_MEAN"], common)
 
     def query_programs(self, tile: Tile) -> int:
         return triton.cdiv(self.query_length, tile.block_m) * self.batch * self.query_heads
@@ -297,14 +320,14 @@ def _backward(call: PortableCall, y, cy, tx: Operands, ty, tcy, want, want_tange
     got: dict[str, Any] = {}
     if want.query or want_tangent.query:  # first, for it makes δ and δ̇ more exact
         tile = call.tile("query_side" + suffix)
-        means = call.key_means(t_k if want_tangent.query else None)
+        means = call.key_means(t_k if want_tangent.query else None, tile)
         got = call.run(
             backward_kernels.query_side, tile, call.query_programs(tile),
-            dict(inputs, D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean),
+            dict(inputs, D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean, COMMON=means.common),
             dict(
                 D_Q=call.query_gradient if want.query else None, TD_Q=call.query_gradient if want_tangent.query else None,
                 DELTA_OUT=call.statistic, T_DELTA_OUT=call.statistic if want_tangent.query else None,
-            ), tx, WANT_Q=want.query, WANT_TQ=want_tangent.query,
+            ), tx, WANT_Q=want.query, WANT_TQ=want_tangent.query, CORRECTED=call.corrected,
             HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None, **has,
         )  # fmt: skip
         inputs["DELTA"] = got["DELTA_OUT"]
