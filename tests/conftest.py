@@ -132,7 +132,7 @@ def check(eager_kernels, jitted_kernels):
 @pytest.fixture
 def broken_kernels(tmp_path, monkeypatch):
     """broken_kernels(module, old, new): the portable kernels, with that change in the source of one of their modules."""
-    from jax_flash_jvp.kernels.portable import backward, bias, forward, visibility
+    from jax_flash_jvp.kernels.portable import backward, bias, forward, means, visibility
 
     def replace(module, old, new):
         source = inspect.getsource(module)
@@ -142,7 +142,7 @@ def broken_kernels(tmp_path, monkeypatch):
         spec = importlib.util.spec_from_file_location("broken", path)
         broken = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(broken)
-        for user, name in itertools.product((forward, backward, bias, visibility), vars(broken)):
+        for user, name in itertools.product((forward, backward, bias, means, visibility), vars(broken)):
             if hasattr(user, name) and not name.startswith("__"):
                 monkeypatch.setattr(user, name, getattr(broken, name))
 

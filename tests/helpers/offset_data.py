@@ -15,20 +15,27 @@ OFFSETS = {
     "none": (0, 0), "keys-1": (1, 0), "keys-4": (4, 0), "keys-16": (16, 0), "values-4": (0, 4), "both": (1, 2),
     "far": (16, 4), "one-channel": "one-channel", "uniform": "uniform",
 }  # fmt: skip
-IDS = np.arange(L) // 40
-FEATURES = {
-    "causal": dict(is_causal=True),
-    "window": dict(local_window_size=(30, 10)),
-    "mask": dict(mask=np.random.default_rng(5).random((1, 1, L, L)) < 0.7),
-    "segments": dict(query_segment_ids=np.stack([IDS] * B), key_value_segment_ids=np.stack([IDS] * B)),
-    "lengths": dict(query_seq_lengths=np.array([70, L]), key_value_seq_lengths=np.array([L, 55])),
-    "soft-cap": dict(logits_soft_cap=20.0),
-    "bias": dict(bias=np.random.default_rng(6).standard_normal((1, N, L, L))),
-    "log-sum-exp": dict(return_residual=True),
-}
+# names of `feature`; with the first every query sees every key, but for padding
+SEEING_ALL = ("none", "lengths", "soft-cap", "log-sum-exp")
+HIDING = ("causal", "window", "mask", "segments", "bias")
 
 
-SEEING_ALL = ("lengths", "soft-cap", "log-sum-exp")
+def feature(name, length=L):
+    """Arguments for this feature."""
+    rng, ids = np.random.default_rng(5), np.stack([np.arange(length) // 40] * B)
+    return {
+        "none": lambda: {},
+        "lengths": lambda: dict(
+            query_seq_lengths=np.array([length - 26, length]), key_value_seq_lengths=np.array([length, length - 41])
+        ),
+        "soft-cap": lambda: dict(logits_soft_cap=20.0),
+        "log-sum-exp": lambda: dict(return_residual=True),
+        "causal": lambda: dict(is_causal=True),
+        "window": lambda: dict(local_window_size=(30, 10)),
+        "mask": lambda: dict(mask=rng.random((1, 1, length, length)) < 0.7),
+        "segments": lambda: dict(query_segment_ids=ids, key_value_segment_ids=ids),
+        "bias": lambda: dict(bias=rng.standard_normal((1, N, length, length))),
+    }[name]()
 
 
 def draw(offset, length=L, channels=D):

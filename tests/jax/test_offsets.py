@@ -16,9 +16,9 @@ import gluon_on_numpy
 import oracle
 from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.kernels import jobs
-from jax_flash_jvp.kernels.portable import backward
+from jax_flash_jvp.kernels.portable import backward, means
 from jax_flash_jvp.problem import Operands, Problem
-from offset_data import FEATURES, OFFSETS, B, D, L, N, check, derivatives, draw
+from offset_data import HIDING, OFFSETS, SEEING_ALL, B, D, L, N, check, derivatives, draw, feature
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
@@ -28,10 +28,21 @@ def test_offsets(implementation, offset, scale):
     check(implementation, offset, scale)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
-@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
-def test_features(implementation, feature):
-    check(implementation, (4, 2), **feature)
+UNMARKED = ("lengths", "log-sum-exp", "causal")  # the others' kernels take minutes
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        *(("xla", name) for name in (*SEEING_ALL[1:], *HIDING)),
+        *(
+            pytest.param("interpret", name, marks=[pytest.mark.thorough] * (name not in UNMARKED))
+            for name in (*SEEING_ALL[1:], *HIDING)
+        ),
+    ],
+)
+def test_features(implementation, name):
+    check(implementation, (4, 2), **feature(name))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
@@ -96,9 +107,9 @@ def test_hidden_keys_reach_no_gradient(implementation, feature):
 
 
 MUTANTS = {
-    "excess-of-dS": ("b_dq = without_mean(b_dq, b_r, KEY_MEAN + mean, D)", "pass"),
-    "excess-of-its-tangent": ("b_tdq = without_mean(b_tdq, b_tr, KEY_MEAN + mean, D)", "pass"),
-    "mean-of-the-tangents": ("b_tdq = without_mean(b_tdq, b_r, T_KEY_MEAN + mean, D)", "pass"),
+    "excess-of-dS": ("b_dq = without_mean(b_dq, b_r, b_mean)", "pass"),
+    "excess-of-its-tangent": ("b_tdq = without_mean(b_tdq, b_tr, b_mean)", "pass"),
+    "mean-of-the-tangents": ("b_tdq = without_mean(b_tdq, b_r, b_mean)", "pass"),
     "sums-before-rounding": ("b_rounded = operand(b_dx, dtype, PRECISION).to(tl.float32)", "b_rounded = b_dx"),
     "log-sum-exp-ignored": ("b_r -= tl.where(", "tl.where("),
 }
@@ -111,6 +122,28 @@ def test_broken_kernels_fail(old, new, broken_kernels):
     def check_both():
         check("interpret", (16, 2), return_residual=True)
         check("interpret", (16, 0))
+
+    with pytest.raises(AssertionError, match="error"):
+        check_both()
+
+
+MUTANTS_OF_ROWS = {
+    "heads-without-one": (means, "common | store_mean(MEAN, V", "False & store_mean(MEAN, V"),
+    "rows-without-one": (backward, "tl.where(common != 0, LQ, 0)", "0"),
+    "of-other-rows": (backward, "load_rows(MEAN + offset, row,", "load_rows(MEAN + offset, 0,"),
+    "not-of-the-tangents": (means, "b_tmean = accumulated(", "accumulated("),
+    "sums-not-rescaled": (means, "scaled(b_mean, alpha[:, None])", "b_mean"),
+}
+
+
+@pytest.mark.parametrize(("module", "old", "new"), MUTANTS_OF_ROWS.values(), ids=MUTANTS_OF_ROWS)
+@pytest.mark.thorough
+def test_broken_means_of_rows_fail(module, old, new, broken_kernels):
+    broken_kernels(module, old, new)
+
+    def check_both():
+        check("interpret", (16, 4), is_causal=True)
+        check("interpret", (0, 4), is_causal=True, scale=0.3)
 
     with pytest.raises(AssertionError, match="error"):
         check_both()
@@ -132,11 +165,12 @@ def test_delta_is_corrected(broken_kernels):
     assert corrected < 0.7 < ours()
 
 
-def hopper(launcher, arrays, scale, dtype):
+def hopper(launcher, arrays, scale, dtype, feature):
     """As `derivatives`, but for the JVP, by the Hopper kernels on numpy."""
     q, k, v, g, *tx = (np.asarray(jnp.asarray(a, dtype)) for a in arrays)
-    x, tx = Operands(q, k, v), Operands(*tx)
-    problem = Problem(scale=scale, implementation="hopper")
+    options, operands = feature
+    x, tx = Operands(q, k, v, **operands), Operands(*tx)
+    problem = Problem(scale=scale, implementation="hopper", **options)
     o, lse, *ty = jobs.forward(launcher, problem, x, tx)
     every = (True, True, True, False)
     got = jobs.backward(launcher, problem, x, (o, lse), (g, None), every)[:3]
@@ -148,16 +182,30 @@ def hopper(launcher, arrays, scale, dtype):
 HOPPER = ("dq", "dk", "dv", "dq of JVP", "dk of JVP", "dv of JVP", "dt_q", "dt_k", "dt_v")
 
 
-def check_hopper(launcher, offset, dtype="bfloat16"):
+IDS = np.arange(150, dtype=np.int32)[None] // 40
+MASK = np.random.default_rng(5).random((1, 1, 150, 150)) < 0.7
+HOPPER_FEATURES = {  # fields of the problem, arrays, and the oracle's arguments
+    "none": ({}, {}, {}),
+    "causal": (dict(is_causal=True), {}, dict(is_causal=True)),
+    "window": (dict(window=(30, 10)), {}, dict(local_window_size=(30, 10))),
+    "mask": ({}, dict(mask=MASK), dict(mask=MASK)),
+    "segments": (
+        {}, dict(query_segments=IDS, key_segments=IDS), dict(query_segment_ids=IDS, key_value_segment_ids=IDS),
+    ),
+}  # fmt: skip
+
+
+def check_hopper(launcher, offset, dtype="bfloat16", name="none"):
     """Heads of 64 channels; those of the second key head have an offset, those of the first have none."""
     rng, common = np.random.default_rng(3), np.array([0, 1]).reshape(1, 1, 2, 1)
     draws = [rng.standard_normal((1, 150, 2, 64)) for _ in range(7)]
     for i, size in ((1, offset[0]), (2, offset[1]), (5, offset[0])):
         draws[i] += size * common * rng.standard_normal((1, 1, 1, 64))
     rounded = [a.astype(dtype).astype(np.float64) for a in draws]
-    compute = functools.partial(derivatives, scale=0.125)
+    *feature, arguments = HOPPER_FEATURES[name]
+    compute = functools.partial(derivatives, scale=0.125, **arguments)
     exact, naive = (oracle.evaluate(compute, oracle.attention, rounded, d) for d in ("float64", dtype))
-    got = hopper(launcher, rounded, 0.125, dtype)
+    got = hopper(launcher, rounded, 0.125, dtype, feature)
     for name in HOPPER:
         for head in range(2):
             error, allowed = (
@@ -173,6 +221,13 @@ def test_hopper(offset, dtype):
     check_hopper(gluon_on_numpy.Launcher(), offset, dtype)
 
 
+@pytest.mark.parametrize(
+    "name", ["causal", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("window", "mask", "segments"))]
+)
+def test_features_of_hopper(name):
+    check_hopper(gluon_on_numpy.Launcher(), (16, 4), name=name)
+
+
 @pytest.mark.parametrize("multiprocessors", [5, 3])
 @pytest.mark.thorough
 def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):
@@ -186,15 +241,22 @@ def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):
 
 
 HOPPER_MUTANTS = {
-    "excess-of-dS": ("b_da = without_mean(b_da, excess, statistics.KEY_MEAN + mean, C, FIRST)", "pass"),
-    "excess-of-its-tangent": ("b_tda = without_mean(b_tda, excess, statistics.KEY_MEAN + mean, C, FIRST)", "pass"),
-    "mean-of-the-tangents": ("b_tda = without_mean(b_tda, excess, statistics.T_KEY_MEAN + mean, C, FIRST)", "pass"),
+    "excess-of-dS": ("b_da = without_mean(b_da, excess, statistics.KEY_MEAN, mean, C, FIRST)", "pass"),
+    "excess-of-its-tangent": ("b_tda = without_mean(b_tda, excess, statistics.KEY_MEAN, mean, C, FIRST)", "pass"),
+    "mean-of-the-tangents": ("b_tda = without_mean(b_tda, excess, statistics.T_KEY_MEAN, mean, C, FIRST)", "pass"),
     "of-another-head": ("statistics.COMMON + i_b * (HQ // GROUP) + block.i_stream", "statistics.COMMON"),
+    "of-another-block": (
+        "mean_at(i_b, i_a, block.i_stream, a_start,",
+        "mean_at(i_b, i_a, block.i_stream, 0 * a_start,",
+    ),
 }
 
 
+@pytest.mark.parametrize("name", ["none", "causal"])
 @pytest.mark.parametrize(("old", "new"), HOPPER_MUTANTS.values(), ids=HOPPER_MUTANTS)
 @pytest.mark.thorough
-def test_broken_hopper_kernels_fail(old, new):
+def test_broken_hopper_kernels_fail(old, new, name):
+    if (name, "a_start" in old) == ("none", True):
+        pytest.skip("all rows have one mean key")
     with pytest.raises(AssertionError, match="error"):
-        check_hopper(gluon_on_numpy.Launcher(old, new), (16, 4))
+        check_hopper(gluon_on_numpy.Launcher(old, new), (16, 4), name=name)

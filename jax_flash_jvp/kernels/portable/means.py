@@ -134,7 +134,7 @@ def row_means(
                 o_n = (row + o_c)[None, :]
                 b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
-                b_s, _ = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
+                b_s = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)[0]
                 if PHASE > 0:
                     b_s = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_s, -float("inf"))
                 m_new = tl.maximum(b_m, tl.max(b_s, 1))
