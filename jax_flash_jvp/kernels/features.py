@@ -39,6 +39,7 @@ class Features:
     bias: Axes = Axes()
     mask: Axes = Axes()
     tiles: Axes = Axes()  # the lists of tiles to visit, where there is a mask or there are segments
+    row_means: bool = False  # each row of scores has a mean key of its own, else each head of keys
 
     # of the Hopper kernels alone
     empty_rows: bool = False  # rows may see nothing

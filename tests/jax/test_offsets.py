@@ -17,6 +17,7 @@ import oracle
 from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.portable import backward, means
+from jax_flash_jvp.kernels.portable import jobs as portable_jobs
 from jax_flash_jvp.problem import Operands, Problem
 from offset_data import HIDING, OFFSETS, SEEING_ALL, B, D, L, N, check, derivatives, draw, feature
 
@@ -226,6 +227,14 @@ def test_hopper(offset, dtype):
 )
 def test_features_of_hopper(name):
     check_hopper(gluon_on_numpy.Launcher(), (16, 4), name=name)
+
+
+@pytest.mark.thorough
+def test_mean_keys_of_rows_that_see_all(monkeypatch):
+    """As long sequences have them."""
+    monkeypatch.setattr(portable_jobs, "ROW_MEANS_FROM", 0)
+    check_hopper(gluon_on_numpy.Launcher(), (16, 4))
+    check("interpret", (0, 4))
 
 
 @pytest.mark.parametrize("multiprocessors", [5, 3])

@@ -268,10 +268,10 @@ def summed_lanes(b_r, LAYOUT: gl.constexpr):
 @gluon.jit
 def mean_at(i_b, i_h, i_k, row, ints, C: gl.constexpr, FEATURES: gl.constexpr):
     """(offset, rows, from one to the next) of the mean keys: one of a head of keys, or one of each query from `row` on."""
-    if FEATURES.sees_all:
-        return (i_b * (ints.HQ // ints.GROUP) + i_k).to(gl.int64) * C, 1, 0
-    else:
+    if FEATURES.row_means:
         return ((i_b.to(gl.int64) * ints.LQ + row) * ints.HQ + i_h) * C, ints.LQ - row, ints.HQ * C
+    else:
+        return (i_b * (ints.HQ // ints.GROUP) + i_k).to(gl.int64) * C, 1, 0
 
 
 @gluon.jit

@@ -388,10 +388,10 @@ def excess(b_r, common, lse2, D_LSE, x, m_x, HAS_D_LSE: tl.constexpr):
 @triton.jit
 def mean_keys(MEAN, i, offset, row, HQ, o_r, LQ, common, D: tl.constexpr, FEATURES: tl.constexpr):
     """[1, D], of the i-th head of keys, or [BM, D], where each row has its own, of these rows; parts."""
-    if FEATURES.sees_all:
-        return load_rows(MEAN + i * D, 0, 0, tl.arange(0, 1), 1, D, False)
-    else:
+    if FEATURES.row_means:
         return load_rows(MEAN + offset, row, HQ * D, o_r, tl.where(common != 0, LQ, 0), D, True)
+    else:
+        return load_rows(MEAN + i * D, 0, 0, tl.arange(0, 1), 1, D, False)
 
 
 @triton.jit

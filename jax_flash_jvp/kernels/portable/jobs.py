@@ -5,6 +5,7 @@ contiguous), a tangent has its primal's strides, everything else is contiguous. 
 named in `features`; a kernel compiles that alone.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, pr
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
 ALIGNED = 16  # elements; what Triton makes use of
+ROW_MEANS_FROM = (
+    1024  # keys, where every query sees every one: a mean key of each row costs little there, and sums are longer
+)
 
 
 def axes_of(array: Any, query_heads: int, key_heads: int) -> Axes:
@@ -42,7 +46,7 @@ def features(problem: Problem, x: Operands) -> Features:
     mask = axes_of(x.mask, query_heads, key_heads)
     listed = x.mask is not None or x.query_segments is not None
     by_batch = batch > 1 and any(a is not None for a in (x.query_segments, x.query_lengths, x.key_lengths))
-    return Features(
+    found = Features(
         left=left is not None, right=right is not None, cap=problem.soft_cap is not None,
         query_lengths=x.query_lengths is not None, key_lengths=x.key_lengths is not None,
         segments=x.query_segments is not None, dropout=x.seed is not None, partial=problem.partial,
@@ -50,10 +54,12 @@ def features(problem: Problem, x: Operands) -> Features:
         bias=axes_of(x.bias, query_heads, key_heads), mask=mask,
         tiles=Axes(present=listed, batch=listed and (mask.batch or by_batch), heads=mask.heads, groups=mask.groups),
     )  # fmt: skip
+    of_rows = dtype_of(x.query) != "float32" and (not found.sees_all or keys >= ROW_MEANS_FROM)
+    return dataclasses.replace(found, row_means=of_rows)
 
 
 class KeyMeans(NamedTuple):
-    """Of each head of keys, or, where some rows do not see some keys, of each row of scores."""
+    """Of each head of keys, or of each row of scores."""
 
     mean: Any
     t_mean: Any  # of the tangents; None without these
@@ -217,14 +223,14 @@ class PortableCall:
 
     @property
     def corrected(self) -> bool:
-        """Is the excess of row sums taken off?  In float32 where that costs next to nothing."""
-        return self.features.sees_all or self.dtype != "float32"
+        """Is the excess of row sums taken off?  In float32 only where that costs next to nothing."""
+        return self.features.sees_all or self.features.row_means
 
     def key_means(self, t_key: Any, tile: Tile) -> KeyMeans:
         """The mean of every so many keys of a head, 512 at most, or of each row, in blocks like `tile`."""
         if not self.corrected:
             return KeyMeans(None, None, None)
-        of_heads = self.features.sees_all
+        of_heads = not self.features.row_means
         heads = (self.batch, self.key_heads)
         mean = Output((*heads, self.head_dim), "float32") if of_heads else None
         step = max(1, min(8, self.key_length // 32), self.key_length // 512)

@@ -47,7 +47,7 @@ def key_means(
     if FEATURES.key_lengths:
         key_end = tl.minimum(LK, tl.load(K_LENGTHS + i // HK))
     n = tl.cdiv(key_end, step)
-    MEANS: tl.constexpr = FEATURES.sees_all
+    MEANS: tl.constexpr = not FEATURES.row_means
     chance = 2.0 / tl.maximum(n, 1).to(tl.float32)
     k_offset = (i // HK * s_kb + i % HK * s_kh) * UNIT_K
     common = store_mean(MEAN + i * D, K + k_offset, s_k, step, n, chance, D, BN, MEANS)
