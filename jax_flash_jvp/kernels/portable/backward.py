@@ -16,7 +16,7 @@ A kernel each for what sums over queries (dK, dV), over keys (dQ), and over what
 one for δ before: no atomics, the same bits on every run.  Dropout multiplies the products with V and what meets d_o.
 
 A row of dS sums to the cotangent of ℓ, of ḋS to its tangent.  By how much a row exceeds that, as it is rounded and multiplied,
-`query_side` takes off δ, for the kernels after it, and off dQ, times a mean key of the head, where every row sees every key: see
+`query_side` takes off δ, for the kernels after it, and off dQ, times a mean key, of the head or of the row (`means.py`): see
 README.md, "Rounding".
 """
 
