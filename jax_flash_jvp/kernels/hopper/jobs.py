@@ -197,7 +197,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
                 DA=like if wanted.a else None, DC=like if wanted.c else None, TDA=like if wanted.ta else None,
                 TDC=like if wanted.tc else None, LSE2_OUT=call.statistic if makes else None,
                 DELTA_OUT=call.statistic if row else None, T_DELTA_OUT=call.statistic if row and wanted.ta else None,
-            ), (sum(wanted), rows_summed), dict(makes_statistics=makes),
+            ), (sum(wanted), rows_summed), dict(makes_statistics=makes, row_means=row and call.portable.row_means),
             T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
             HAS_D_LSE=row and d_lse is not None, HAS_TD_LSE=row and t_d_lse is not None,

@@ -46,7 +46,7 @@ def features(problem: Problem, x: Operands) -> Features:
     mask = axes_of(x.mask, query_heads, key_heads)
     listed = x.mask is not None or x.query_segments is not None
     by_batch = batch > 1 and any(a is not None for a in (x.query_segments, x.query_lengths, x.key_lengths))
-    found = Features(
+    return Features(
         left=left is not None, right=right is not None, cap=problem.soft_cap is not None,
         query_lengths=x.query_lengths is not None, key_lengths=x.key_lengths is not None,
         segments=x.query_segments is not None, dropout=x.seed is not None, partial=problem.partial,
@@ -54,8 +54,6 @@ def features(problem: Problem, x: Operands) -> Features:
         bias=axes_of(x.bias, query_heads, key_heads), mask=mask,
         tiles=Axes(present=listed, batch=listed and (mask.batch or by_batch), heads=mask.heads, groups=mask.groups),
     )  # fmt: skip
-    of_rows = dtype_of(x.query) != "float32" and (not found.sees_all or keys >= ROW_MEANS_FROM)
-    return dataclasses.replace(found, row_means=of_rows)
 
 
 class KeyMeans(NamedTuple):
@@ -94,6 +92,10 @@ class PortableCall:
             **self.reach,
         )  # fmt: skip
         self.features = features(problem, x)
+        self.row_means = self.dtype != "float32" and (not self.features.sees_all or self.key_length >= ROW_MEANS_FROM)
+        self.means_features = dataclasses.replace(
+            self.features, row_means=self.row_means
+        )  # of kernels that know of them
         self.bias = self.padded(x.bias)
         self.selection = dict(
             MASK=x.mask, Q_LENGTHS=x.query_lengths, K_LENGTHS=x.key_lengths, Q_SEGMENTS=x.query_segments,
@@ -224,26 +226,28 @@ class PortableCall:
     @property
     def corrected(self) -> bool:
         """Is the excess of row sums taken off?  In float32 only where that costs next to nothing."""
-        return self.features.sees_all or self.features.row_means
+        return self.features.sees_all or self.row_means
 
     def key_means(self, t_key: Any, tile: Tile) -> KeyMeans:
         """The mean of every so many keys of a head, 512 at most, or of each row, in blocks like `tile`."""
         if not self.corrected:
             return KeyMeans(None, None, None)
-        of_heads = not self.features.row_means
+        of_heads = not self.row_means
         heads = (self.batch, self.key_heads)
         mean = Output((*heads, self.head_dim), "float32") if of_heads else None
         step = max(1, min(8, self.key_length // 32), self.key_length // 512)
         warps = 1 if self.key_length <= 512 else 4  # one has nobody to wait for
-        names = ("D", "DV", "s_k", "s_v", "UNIT_K", "UNIT_V", "FEATURES")
+        names = ("D", "DV", "s_k", "s_v", "UNIT_K", "UNIT_V")
         strides = {name: self.scalars[name] for name in ("s_kb", "s_kh", "s_vb", "s_vh")}
         launch = Launch(
             mean_kernels.key_means, self.batch * self.key_heads,
             dict(K=self.x.key, TK=t_key, V=None if of_heads else self.x.value, K_LENGTHS=self.x.key_lengths),
             dict(HK=self.key_heads, LK=self.key_length, step=step, **strides),
             dict(MEAN=mean, T_MEAN=None if t_key is None else mean, COMMON=Output(heads, "int32")),
-            dict({name: self.constants[name] for name in names}, BN=8 * warps, HAS_TK=t_key is not None),
-            num_warps=warps, num_stages=1,
+            dict(
+                {name: self.constants[name] for name in names}, FEATURES=self.means_features, BN=8 * warps,
+                HAS_TK=t_key is not None,
+            ), num_warps=warps, num_stages=1,
         )  # fmt: skip
         got = self.launcher.launch(launch)
         common = got["COMMON"]
@@ -334,6 +338,7 @@ def _backward(call: PortableCall, y, cy, tx: Operands, ty, tcy, want, want_tange
                 D_Q=call.query_gradient if want.query else None, TD_Q=call.query_gradient if want_tangent.query else None,
                 DELTA_OUT=call.statistic, T_DELTA_OUT=call.statistic if want_tangent.query else None,
             ), tx, WANT_Q=want.query, WANT_TQ=want_tangent.query, CORRECTED=call.corrected,
+            FEATURES=call.means_features,
             HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None, **has,
         )  # fmt: skip
         inputs["DELTA"] = got["DELTA_OUT"]
