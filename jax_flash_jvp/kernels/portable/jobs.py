@@ -93,9 +93,7 @@ class PortableCall:
         )  # fmt: skip
         self.features = features(problem, x)
         self.row_means = self.dtype != "float32" and (not self.features.sees_all or self.key_length >= ROW_MEANS_FROM)
-        self.means_features = dataclasses.replace(
-            self.features, row_means=self.row_means
-        )  # of kernels that know of them
+        self.of_means = dataclasses.replace(self.features, row_means=self.row_means)  # for kernels that know of them
         self.bias = self.padded(x.bias)
         self.selection = dict(
             MASK=x.mask, Q_LENGTHS=x.query_lengths, K_LENGTHS=x.key_lengths, Q_SEGMENTS=x.query_segments,
@@ -245,7 +243,7 @@ class PortableCall:
             dict(HK=self.key_heads, LK=self.key_length, step=step, **strides),
             dict(MEAN=mean, T_MEAN=None if t_key is None else mean, COMMON=Output(heads, "int32")),
             dict(
-                {name: self.constants[name] for name in names}, FEATURES=self.means_features, BN=8 * warps,
+                {name: self.constants[name] for name in names}, FEATURES=self.of_means, BN=8 * warps,
                 HAS_TK=t_key is not None,
             ), num_warps=warps, num_stages=1,
         )  # fmt: skip
@@ -338,7 +336,7 @@ def _backward(call: PortableCall, y, cy, tx: Operands, ty, tcy, want, want_tange
                 D_Q=call.query_gradient if want.query else None, TD_Q=call.query_gradient if want_tangent.query else None,
                 DELTA_OUT=call.statistic, T_DELTA_OUT=call.statistic if want_tangent.query else None,
             ), tx, WANT_Q=want.query, WANT_TQ=want_tangent.query, CORRECTED=call.corrected,
-            FEATURES=call.means_features,
+            FEATURES=call.of_means,
             HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None, **has,
         )  # fmt: skip
         inputs["DELTA"] = got["DELTA_OUT"]
