@@ -322,7 +322,7 @@ def side_by_side(b_x):
     threads exchange half of theirs: these the compiler makes of shuffles, where for both at once it wants shared memory."""
     W: gl.constexpr = b_x.shape[1]
     b_x = gl.convert_layout(b_x, neighbours(GROUP_ROWS, W, 4))
-    if W >= 32 and b_x.dtype.primitive_bitwidth == 16:
+    if W >= 32 and b_x.dtype != gl.float32:
         b_x = gl.convert_layout(b_x, neighbours(GROUP_ROWS, W, 8))
     return b_x
 
