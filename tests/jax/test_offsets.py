@@ -237,6 +237,24 @@ def test_mean_keys_of_rows_that_see_all(monkeypatch):
     check("interpret", (0, 4))
 
 
+@pytest.mark.parametrize("family", ["portable", "hopper"])
+def test_parts_of_the_keys(family):
+    """Their rows sum to something, of which nothing is taken off."""
+    arrays = [np.asarray(a, jnp.bfloat16) for a in draw((1, 0), 128, 64)[:4]]
+    compute = functools.partial(derivatives, scale=0.125)
+    tangents = [np.zeros_like(a) for a in arrays[:3]]
+    exact = np.asarray(
+        oracle.evaluate(compute, oracle.attention, [np.float64(a) for a in (*arrays, *tangents)], "float64")["dq"]
+    )
+    q, k, v, g = arrays
+    launcher, problem = gluon_on_numpy.Launcher(), Problem(scale=0.125, implementation=family)
+    y = jobs.forward(launcher, problem, Operands(q, k, v))[:2]
+    problem = Problem(scale=0.125, implementation=family, partial=True)
+    parts = [Operands(q, *(np.ascontiguousarray(a[:, i : i + 64]) for a in (k, v))) for i in (0, 64)]
+    got = sum(jobs.backward(launcher, problem, x, y, (g, None), (True, False, False, False)).query for x in parts)
+    assert np.abs(got - exact).max() < 0.02 * np.abs(exact).max()
+
+
 @pytest.mark.parametrize("multiprocessors", [5, 3])
 @pytest.mark.thorough
 def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):

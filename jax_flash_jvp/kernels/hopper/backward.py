@@ -447,8 +447,9 @@ def consume_block(
     LATE_DP: gl.constexpr = FEATURES.late_dp and USE_C  # dP is issued behind the softmax, which has its registers
     gl.static_assert(not LATE_DP or not WANT_TA, "of gradients alone")
     # row sums of dS and of ḋS, where these are multiplied with keys or their tangents, if keys have a part in common
-    SUM_DS: gl.constexpr = ROW and N_DS > 0
-    SUM_TDS: gl.constexpr = ROW and WANT_TA
+    CORRECTED: gl.constexpr = ROW and (FEATURES.sees_all or FEATURES.row_means)
+    SUM_DS: gl.constexpr = CORRECTED and N_DS > 0
+    SUM_TDS: gl.constexpr = CORRECTED and WANT_TA
     dtype: gl.constexpr = memory.a[0].dtype
     HQ, GROUP, LQ, LK = ints.HQ, ints.GROUP, ints.LQ, ints.LK
     HA = HQ if ROW else HQ // GROUP

@@ -189,7 +189,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
             ta=(ta, GROUP), tc=(tc, GROUP), tb=(tb, ring.tile), te=(te, ring.tile),
             o=(o if makes else None, GROUP), to=(t_o if makes else None, GROUP),
         )  # fmt: skip
-        rows_summed = (wanted.a or (wanted.ta and tb is not None)) + wanted.ta if row else 0
+        rows_summed = (wanted.a or (wanted.ta and tb is not None)) + wanted.ta if row and call.portable.corrected else 0
         like = call.output if row else call.key_gradient
         return call.run(
             sweep, ring, dict(descriptors, **statistics),

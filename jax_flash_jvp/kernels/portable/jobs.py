@@ -92,7 +92,8 @@ class PortableCall:
             **self.reach,
         )  # fmt: skip
         self.features = features(problem, x)
-        self.row_means = self.dtype != "float32" and (not self.features.sees_all or self.key_length >= ROW_MEANS_FROM)
+        of_rows = not self.features.sees_all or self.key_length >= ROW_MEANS_FROM
+        self.row_means = of_rows and self.dtype != "float32" and not problem.partial
         self.of_means = dataclasses.replace(self.features, row_means=self.row_means)  # for kernels that know of them
         self.bias = self.padded(x.bias)
         self.selection = dict(
@@ -223,7 +224,8 @@ class PortableCall:
 
     @property
     def corrected(self) -> bool:
-        """Is the excess of row sums taken off?  In float32 only where that costs next to nothing."""
+        """Is the excess of row sums taken off?  In float32 only where that costs next to nothing; of a part of the keys
+        nobody knows what rows sum to."""
         return self.features.sees_all or self.row_means
 
     def key_means(self, t_key: Any, tile: Tile) -> KeyMeans:
