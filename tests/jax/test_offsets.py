@@ -238,6 +238,21 @@ def test_mean_keys_of_rows_that_see_all(monkeypatch):
     check("interpret", (0, 4))
 
 
+def test_hidden_keys_reach_no_gradient_of_hopper():
+    """Whose masks are packed otherwise than those of the portable kernels, by which mean keys go."""
+    arrays = [np.asarray(a, jnp.bfloat16) for a in draw((4, 2), 128, 64)]
+    seen = np.random.default_rng(7).random(128) < 0.7
+    mask = (np.random.default_rng(8).random((1, 1, 128, 128)) < 0.7) & seen
+    results = []
+    for hidden in (4, 1000):
+        k, t_k = (np.where(seen[:, None, None], a, hidden).astype(a.dtype) for a in (arrays[1], arrays[5]))
+        some = arrays[0], k, *arrays[2:5], t_k, arrays[6]
+        got = hopper(gluon_on_numpy.Launcher(), some, 0.125, "bfloat16", ({}, dict(mask=mask)))
+        results.append([got[name] for name in ("dq", "dq of JVP", "dt_q")])
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("family", ["portable", "hopper"])
 def test_parts_of_the_keys(family):
     """Their rows sum to something, of which nothing is taken off."""

@@ -28,7 +28,7 @@ from jax_flash_jvp.kernels.portable.scores import (
 )
 from jax_flash_jvp.kernels.portable.visibility import exists, key_bounds, listed, selected, span, tile_list, visible
 
-FEW = tl.constexpr(8)  # tiles that are seen whole, of which at least so many are read
+ENOUGH = tl.constexpr(1024)  # keys in tiles that are seen whole, of which at least so many are read
 
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
@@ -128,7 +128,7 @@ def row_means(
             low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
             step = BN
             if PHASE == 0:
-                step = BN * tl.maximum(1, (high - low) // (BN * FEW))
+                step = BN * tl.maximum(1, (high - low) // ENOUGH)
             for at in range(low, high, step):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]

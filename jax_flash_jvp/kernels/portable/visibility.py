@@ -51,6 +51,14 @@ def bits(mask, o_r, o_c, first, n_rows, n_columns):
 
 
 @triton.jit
+def bits_of_long_words(mask, o_r, o_c, n_rows, n_columns):
+    """`bits`, packed in words of 32, as the Hopper kernels read them, one by one."""
+    p_words = mask + (o_r.to(tl.int64) * words(n_columns, 32) + o_c // 128 * 4 + o_c % 8 // 2)
+    b_word = tl.load(p_words, mask=(o_r < n_rows) & (o_c < n_columns), other=0)
+    return ((b_word >> (o_c % 128 // 8 * 2 + o_c % 2)) & 1) != 0
+
+
+@triton.jit
 def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
     """Which of the keys o_n the queries o_m see.  `first`: the first of those along the columns of the result."""
     LQ, LK, query_end, key_end, left, right, Q_SEGMENTS, K_SEGMENTS, mask = sight
@@ -66,7 +74,9 @@ def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
         b_queries = tl.load(Q_SEGMENTS + o_m, mask=o_m < LQ, other=0)
         b_seen &= b_queries == tl.load(K_SEGMENTS + o_n, mask=o_n < LK, other=0)
     if FEATURES.mask.matrix:
-        if o_m.shape[1] == 1:
+        if bits_of(mask.dtype) == 32:
+            b_seen &= bits_of_long_words(mask, o_m, o_n, LQ, LK)
+        elif o_m.shape[1] == 1:
             b_seen &= bits(mask, o_m, o_n, first, LQ, LK)
         else:
             b_seen &= bits(mask, o_n, o_m, first, LK, LQ)
