@@ -362,10 +362,11 @@ def _seed(key: Any, batch: int) -> jax.Array:
     if key is None:
         raise ValueError("`dropout_key` must be given where `dropout_rate` is above 0")
     try:
-        return jax.lax.bitcast_convert_type(jax.random.bits(key, (batch, 2), "uint32"), jnp.int32)
+        numbers = jax.lax.bitcast_convert_type(jax.random.bits(key, (batch, 2), "uint32"), jnp.int32)
     except (TypeError, ValueError) as error:
         got = f"{type(key).__name__} of shape {np.shape(key)}"
         raise TypeError(f"`dropout_key` must be one key of jax.random: got {got}") from error
+    return jnp.pad(numbers, ((0, 0), (0, 3)))
 
 
 def _window(size: Any) -> tuple[int | None, int | None] | None:

@@ -244,11 +244,11 @@ class _Contiguous:
     def padded(self, array: Any, n: int) -> Any:
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, n)])
 
-    def summed(self, array: Any, by_column: bool, like: Any) -> Any:
+    def summed(self, array: Any, by_column: bool, shape: Sequence[int], dtype: str) -> Any:
         array = array[:, :, None, :] if by_column else array[..., None]
-        array = array.reshape(array.shape[0], like.shape[1], -1, *array.shape[2:]).sum(2)
-        axes = [axis for axis in (0, 2, 3) if like.shape[axis] == 1]
-        return array.sum(axes, keepdims=True).astype(like.dtype)
+        array = array.reshape(array.shape[0], shape[1], -1, *array.shape[2:]).sum(2)
+        axes = [axis for axis in (0, 2, 3) if shape[axis] == 1]
+        return array.sum(axes, keepdims=True).astype(dtype)
 
 
 def _shapes(outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:

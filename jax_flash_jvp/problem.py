@@ -5,7 +5,7 @@ Everywhere below the public functions the logical layout is
 
     query [*, B, T, N, H]    key [*, B, S, K, H]    value [*, B, S, K, Hv]    output [*, B, T, N, Hv]
     bias, mask [*, 1|B, 1|K|N, 1|T, 1|S]    query_lengths, key_lengths [*, B]    log_sum_exp [*, B, N, T]
-    query_segments [*, B, T]    key_segments [*, B, S]    seed [*, B, 2]
+    query_segments [*, B, T]    key_segments [*, B, S]    seed [*, B, 5]
 
 where `*` stands for the leading axes that vmap adds, and K divides N (grouped-query attention).
 """
@@ -16,6 +16,8 @@ import operator
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
+
+from jax_flash_jvp.context import Context
 
 MAX_HEAD_DIM = 256  # of the kernels
 # A bias that is not above it hides: beside such scores, float32 does not hold the logarithm of a sum.  -1e5 in bfloat16.
@@ -41,7 +43,9 @@ class Operands(NamedTuple):
     key_lengths: Any = None
     query_segments: Any = None
     key_segments: Any = None
-    seed: Any = None  # of dropout
+    seed: Any = (
+        None  # of dropout: two numbers, and the places of the first head, query and key among those of the whole call
+    )
 
 
 DIFFERENTIABLE = 4  # the first four of Operands have tangents; the rest select
@@ -63,6 +67,8 @@ class Problem:
     lower_right: bool = False  # count i from the end: the last query is where the last key is
     soft_cap: float | None = None  # c of c tanh(σ q·k / c)
     dropout_rate: float = 0.0
+    context: Context | None = None  # the devices that share the sequence; None: one device has it
+    partial: bool = False  # the keys are some of those that queries see: results are float32, to be merged or summed
     precision: Precision = "ieee"
     implementation: Implementation | None = (
         None  # None: the kernels on a GPU where they serve the call, else the tiled reference

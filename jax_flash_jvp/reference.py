@@ -14,7 +14,7 @@ With scores S = σ QKᵀ + bias, -∞ where a key is hidden, ℓ = logsumexp(S) 
 
 Rows of dṠ sum to h and those of dS to g, but for the rounding of o and ȯ.  What is too much there would be multiplied by all that
 keys have in common; so dQ̇ = σ (dṠ K - (rowsum(dṠ) - h) P K), and dQ likewise.  The mean key of a row, P K, knows nothing of the
-keys that are hidden from it.
+keys that are hidden from it.  Where the keys are a part of what rows see, rows sum to something else, and are left as they are.
 
 as in FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691); the tangent as
 in Lu & Song 2024, arXiv:2410.11081, appendix.  Products accumulate in float32, or float64 for float64 arrays; P, dS and
@@ -107,9 +107,9 @@ class Tiles:
             self.arrays["row"]["query_segments"] = self.rows.split(x.query_segments[:, None, None, :, None], -2)
             self.arrays["column"]["key_segments"] = self.columns.split(x.key_segments[:, None, None, None, :], -1)
         if x.seed is not None:
-            heads = np.arange(x.query.shape[2], dtype=np.uint32).reshape(1, *self.heads, 1, 1)
-            seed, other = (lax.bitcast_convert_type(s, jnp.uint32)[:, None, None, None, None] for s in x.seed.T)
-            self.arrays["shared"]["seeds"] = mixed(seed ^ mixed(heads)), mixed(other + heads)
+            seed, other, *first = (lax.bitcast_convert_type(s, jnp.uint32)[:, None, None, None, None] for s in x.seed.T)
+            heads = first[0] + np.arange(x.query.shape[2], dtype=np.uint32).reshape(1, *self.heads, 1, 1)
+            self.arrays["shared"]["seeds"] = mixed(seed ^ mixed(heads)), mixed(other + heads), *first[1:]
 
     def add(self, kind: str, **arrays: Array | None) -> None:
         """File arrays that are a "query" [B, T, N, H], a "key" [B, S, K, H] or "scores" [1|B, 1|N, 1|T, 1|S]."""
@@ -148,6 +148,9 @@ class Tiles:
                     zeros = self.zeros(*self.arrays[place][name].shape[leading:])
                     self.sums["row" if place == "shared" else place][prefix + name] = zeros
 
+    def result_dtype(self, like: Array) -> Any:
+        return self.dtype if self.problem.partial else like.dtype
+
     def zeros(self, *shape: int) -> Array:
         return lax.full_like(self.x.query, 0, self.dtype, shape)  # varies over a shard_map's axes as the query does
 
@@ -170,7 +173,7 @@ class Tiles:
             if prefix + name not in sums:
                 return None
             a = self.take(KINDS[name], sums[prefix + name], jnp.shape(like))
-            return (self.problem.scale * a if name in ("q", "k") else a).astype(like.dtype)
+            return (self.problem.scale * a if name in ("q", "k") else a).astype(self.result_dtype(like))
 
         return Operands(*map(gradient, KINDS, self.x[:DIFFERENTIABLE]))
 
@@ -197,11 +200,13 @@ class Tiles:
             visible += [position < d[name]] if name in d else []
         return jnp.where(reduce(operator.and_, visible), s, -np.inf) if visible else s
 
-    def kept(self, row: Array, column: Array, seed: Array, other: Array) -> Array:
+    def kept(
+        self, row: Array, column: Array, seed: Array, other: Array, first_row: Array, first_column: Array
+    ) -> Array:
         """1 / (1 - rate) where dropout keeps a probability, else 0: a hash of its place, as in the kernels."""
         rate = np.dtype(self.dtype).type(self.problem.dropout_rate)
-        key = mixed(row.astype(jnp.uint32) ^ seed)
-        bits = mixed(mixed(column.astype(jnp.uint32) ^ key) + (key ^ other)) >> 1
+        key = mixed((row.astype(jnp.uint32) + first_row) ^ seed)
+        bits = mixed(mixed((column.astype(jnp.uint32) + first_column) ^ key) + (key ^ other)) >> 1
         threshold = np.int32(np.float32(2**31) * np.float32(rate))
         return jnp.where(bits.astype(jnp.int32) >= threshold, 1 / (1 - rate), 0).astype(self.dtype)
 
@@ -382,7 +387,7 @@ def _forward(x: Operands, problem: Problem, for_maximum: Callable[[Array], Array
     total = jnp.where(hidden, 1, sums["total"])
     o = tiles.take("query", sums["o"] / total, (*x.query.shape[:3], x.value.shape[-1]))
     log_sum_exp = jnp.where(hidden, -np.inf, sums["maximum"] + jnp.log(total))
-    return o.astype(x.query.dtype), tiles.take_row_scalar(log_sum_exp)
+    return o.astype(tiles.result_dtype(x.query)), tiles.take_row_scalar(log_sum_exp)
 
 
 def forward_dual(x: Operands, tx: Operands, problem: Problem) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
@@ -428,7 +433,8 @@ def backward_dual(
         "query", **{n: jnp.where(seen, a, 0).mT[..., None] for n, a in dict(h=d_mu, g=d_lse).items() if a is not None}
     )
     tiles.add("key", **{n: cast(a, tiles.dtype) for n, a in dict(wide_k=x.key, wide_t_k=tx.key).items()})
-    if want[0] or want_tangent[0]:
+    whole = not problem.partial and (want[0] or want_tangent[0])
+    if whole:
         tiles.add_row_sums(rows_of_d_ts=1, rows_of_d_s=1, mean=x.key.shape[3], t_mean=x.key.shape[3])
     tiles.add_gradients("d_", want_tangent)
     tiles.add_gradients("d_t", want)
@@ -464,7 +470,7 @@ def backward_dual(
 
     h, g = (tiles.arrays["row"].get(name) for name in ("h", "g"))
     common: Arrays = {}
-    if want[0] or want_tangent[0]:
+    if whole:
         less_h, less_g = add(h, -sums["rows_of_d_ts"]), add(g, -sums["rows_of_d_s"])
         common = dict(d_tq=less_h * sums["mean"], d_q=less_g * sums["mean"] + less_h * sums["t_mean"])
     if x.bias is not None and x.bias.shape[3] == 1:  # which does not vary along the keys: its gradient is that of ℓ

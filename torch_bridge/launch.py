@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,9 +58,9 @@ class TorchLauncher:
         self.launched.append(plans.Copied(array, copy))
         return copy
 
-    def summed(self, array: torch.Tensor, by_column: bool, like: torch.Tensor) -> torch.Tensor:
+    def summed(self, array: torch.Tensor, by_column: bool, shape: Sequence[int], dtype: str) -> torch.Tensor:
         array = array[:, :, None, :] if by_column else array[..., None]
-        return _owned(array.sum_to_size(like.shape).to(like.dtype))
+        return _owned(array.sum_to_size(tuple(shape)).to(getattr(torch, dtype)))
 
     def launch(self, launch: Launch) -> dict[str, torch.Tensor | None]:
         kernel, programs = launch.kernel, launch.programs

@@ -4,7 +4,8 @@ Operators take no records, so that options are words: left=N, right=N, lower_rig
 counts in the selection, and code=…, which says nothing to them: PyTorch keeps compiled programs on disk, gradients included, by
 the names and arguments of their operators, and would use those of another version of this package.
 
-A selection is int32 [B, 4 + T + S]: the lengths of queries and keys, a seed of two numbers, and the segments of queries and keys.
+A selection is int32 [B, 7 + T + S]: the lengths of queries and keys, a seed of two numbers and three places, see `problem.py`, and
+the segments of queries and keys.
 """
 
 import functools
@@ -56,12 +57,15 @@ def select(
     new = lambda *shape: q.new_zeros((batch, *shape), dtype=torch.int32)
     lengths = [new() if a is None else _length(a) for a in (query_lengths, key_lengths)]
     seed = torch.randint(-(2**31), 2**31 - 1, (batch, 2), device=q.device, dtype=torch.int32) if dropout else new(2)
+    places = new(3)
     if query_segments is None or key_segments is None:
         segments = [new(queries), new(keys)]
     else:
         segments = _segments(query_segments, key_segments)
     names = [name for name, a in zip(SELECTORS, given, strict=True) if a is not None]
-    return torch.cat([torch.stack(lengths, 1), seed, *segments], 1), " ".join((*options, *names, *["seed"] * dropout))
+    return torch.cat([torch.stack(lengths, 1), seed, places, *segments], 1), " ".join(
+        (*options, *names, *["seed"] * dropout)
+    )
 
 
 def _length(a: Tensor) -> Tensor:
@@ -108,10 +112,10 @@ def case_of(q: Tensor, k: Tensor, selection: Tensor | None, is_causal: bool, sca
     problem, names = _problem(is_causal, scale, options, precision_of(q))
     x = Operands(q, k, None)
     if selection is not None:
-        query_segments, key_segments = selection[:, 4:].split([q.shape[2], k.shape[2]], 1)
+        query_segments, key_segments = selection[:, 7:].split([q.shape[2], k.shape[2]], 1)
         held = dict(
             query_lengths=selection[:, 0], key_lengths=selection[:, 1], query_segments=query_segments,
-            key_segments=key_segments, seed=selection[:, 2:4],
+            key_segments=key_segments, seed=selection[:, 2:7],
         )  # fmt: skip
         x = x._replace(**{name: held[name] for name in SELECTED if name in names})
     return Case(problem, x)

@@ -161,9 +161,9 @@ def _kept(case, at, q, k):
     """1 / (1 - rate) where dropout keeps a probability, else 0, as in the kernels; None: it keeps all."""
     if case.selection.seed is None:
         return None
-    seed, other = (n.int()[:, None, None, None] for n in case.selection.seed.unbind(1))
+    seed, other, *first = (n.int()[:, None, None, None] for n in case.selection.seed.unbind(1))
     heads, i, j = (torch.arange(n, device=q.device, dtype=torch.int32) for n in (*q.shape[1:3], k.shape[2]))
-    heads, i, j = heads[:, None, None], (at[0] + i)[:, None], at[2] + j
+    heads, i, j = first[0] + heads[:, None, None], first[1] + (at[0] + i)[:, None], first[2] + (at[2] + j)
     rate = (np.float64 if q.dtype == torch.float64 else np.float32)(case.problem.dropout_rate)
     least, keys, others = (
         int(np.float32(2**31) * np.float32(rate)),

@@ -33,6 +33,7 @@ class Features:
     key_lengths: bool = False
     segments: bool = False
     dropout: bool = False
+    partial: bool = False  # the keys are some of those that queries see
     queries_aligned: bool = False  # their number is a multiple of 16
     keys_aligned: bool = False
     bias: Axes = Axes()
@@ -54,8 +55,8 @@ class Features:
 
     @property
     def sees_all(self) -> bool:
-        """Does every query see every key, within the lengths?"""
-        return not (self.left or self.right or self.segments or self.mask.present or self.bias.columns)
+        """Does every query see every key, within the lengths, and no others?"""
+        return not (self.partial or self.left or self.right or self.segments or self.mask.present or self.bias.columns)
 
     @property
     def lengths(self) -> bool:

@@ -103,8 +103,8 @@ class Launcher(Protocol):
         """`array` with n zeros behind each row of its last axis."""
         ...
 
-    def summed(self, array: Any, by_column: bool, like: Any) -> Any:
-        """The sum of float32 [B, N, L] in the shape and dtype of a bias that varies along the keys if `by_column`, along the
+    def summed(self, array: Any, by_column: bool, shape: Sequence[int], dtype: str) -> Any:
+        """The sum of float32 [B, N, L] in the shape of a bias that varies along the keys if `by_column`, along the
         queries if its third axis says so, and not along the other axes of length one."""
         ...
 

@@ -57,7 +57,7 @@ def job(family, kind, head_dim, name):
         problem = dataclasses.replace(problem, soft_cap=1.0)
     if kind == "dropout":
         problem = dataclasses.replace(problem, dropout_rate=0.3)
-        x = x._replace(seed=integers(3, 4).expand(batch, 2).contiguous())
+        x = x._replace(seed=integers(3, 4, 0, 0, 0).expand(batch, 5).contiguous())
     launcher = TorchLauncher(x.query.device)
     o, log_sum_exp, t_o, mu = jobs.forward(launcher, problem, x, tx)
     y, cy, along = (o, log_sum_exp), (draw(*o.shape), None), (tx, (t_o, mu), (draw(*o.shape), None))

@@ -411,7 +411,7 @@ class Launcher:
     def padded(self, array, n):
         return np.pad(array, [(0, 0)] * 3 + [(0, n)])
 
-    def summed(self, array, by_column, like):
+    def summed(self, array, by_column, shape, dtype):
         raise NotImplementedError
 
     def launch(self, launch):

@@ -30,10 +30,10 @@ class NumpyLauncher:
     def padded(self, array, n):
         return torch.nn.functional.pad(array, (0, n))
 
-    def summed(self, array, by_column, like):
+    def summed(self, array, by_column, shape, dtype):
         from torch_bridge.launch import TorchLauncher
 
-        return TorchLauncher.summed(self, array, by_column, like)
+        return TorchLauncher.summed(self, array, by_column, shape, dtype)
 
     def launch(self, launch):
         results = [

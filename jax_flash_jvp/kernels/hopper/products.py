@@ -302,11 +302,11 @@ def neighbours(rows, columns, own):
 
 @gluon.jit
 def side_by_side(b_x):
-    """16-bit floats, so that a thread has up to sixteen bytes of a row to store at once.  In two steps, in each of which two
+    """So that a thread has up to sixteen bytes of a row to store at once.  Of 16-bit floats in two steps, in each of which two
     threads exchange half of theirs: these the compiler makes of shuffles, where for both at once it wants shared memory."""
     W: gl.constexpr = b_x.shape[1]
     b_x = gl.convert_layout(b_x, neighbours(GROUP_ROWS, W, 4))
-    if W >= 32:
+    if W >= 32 and b_x.dtype.primitive_bitwidth == 16:
         b_x = gl.convert_layout(b_x, neighbours(GROUP_ROWS, W, 8))
     return b_x
 

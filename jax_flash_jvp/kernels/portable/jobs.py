@@ -44,7 +44,7 @@ def features(problem: Problem, x: Operands) -> Features:
     return Features(
         left=left is not None, right=right is not None, cap=problem.soft_cap is not None,
         query_lengths=x.query_lengths is not None, key_lengths=x.key_lengths is not None,
-        segments=x.query_segments is not None, dropout=x.seed is not None,
+        segments=x.query_segments is not None, dropout=x.seed is not None, partial=problem.partial,
         queries_aligned=queries % ALIGNED == 0, keys_aligned=keys % ALIGNED == 0,
         bias=axes_of(x.bias, query_heads, key_heads), mask=mask,
         tiles=Axes(present=listed, batch=listed and (mask.batch or by_batch), heads=mask.heads, groups=mask.groups),
@@ -103,9 +103,14 @@ class PortableCall:
             self.scalars.update({f"s_{name}b": batch // unit, f"s_{name}h": head // unit})
             self.constants.update({f"s_{name}": sequence, f"UNIT_{name.upper()}": unit})
         self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
-        self.output = Output((self.batch, self.query_length, self.query_heads, self.value_dim), self.dtype)
-        self.query_gradient = Output(tuple(x.query.shape), self.dtype)
-        self.key_gradient, self.value_gradient = (Output(tuple(a.shape), self.dtype) for a in (x.key, x.value))
+        dtype = self.result_dtype(x.query)
+        self.output = Output((self.batch, self.query_length, self.query_heads, self.value_dim), dtype)
+        self.query_gradient = Output(tuple(x.query.shape), dtype)
+        self.key_gradient, self.value_gradient = (Output(tuple(a.shape), dtype) for a in (x.key, x.value))
+
+    def result_dtype(self, array: Any) -> str:
+        """Of what is like this array."""
+        return "float32" if self.problem.partial else dtype_of(array)
 
     @property
     def widest(self) -> int:
@@ -326,29 +331,31 @@ def _bias_gradients(
     call: PortableCall, inputs: Mapping[str, Any], tx: Operands, want: bool, want_tangent: bool, has, log_sum_exp, d_lse, t_d_lse
 ) -> dict[str, Any]:  # fmt: skip
     """The gradient of the bias, D_BIAS, and its tangent, TD_BIAS, as far as they are wanted."""
-    bias, wanted = call.x.bias, dict(D_BIAS=want, TD_BIAS=want_tangent)
+    bias, dtype, wanted = call.x.bias, call.result_dtype(call.x.bias), dict(D_BIAS=want, TD_BIAS=want_tangent)
     by_row = call.features.bias.rows
     if not call.features.bias.columns:
         cotangents = dict(D_BIAS=d_lse, TD_BIAS=t_d_lse)
         rows = {name: _row_sums(call, log_sum_exp, cotangents[name]) for name, w in wanted.items() if w}
-        return {name: call.launcher.summed(a, False, bias) for name, a in rows.items()}
+        return {name: call.launcher.summed(a, False, bias.shape, dtype) for name, a in rows.items()}
     tile = call.tile("score_side_dual" if want_tangent else "score_side")
     if by_row:
-        shape, dtype = tuple(bias.shape), dtype_of(bias)
+        shape, of_sums = tuple(bias.shape), dtype
         shared = dict(n_b=call.batch // bias.shape[0], n_h=call.query_heads // bias.shape[1])
     else:
-        shape, dtype, shared = (call.batch, call.query_heads, call.key_length), "float32", dict(n_b=1, n_h=1)
+        shape, of_sums, shared = (call.batch, call.query_heads, call.key_length), "float32", dict(n_b=1, n_h=1)
     blocks = triton.cdiv(call.query_length, tile.block_m) if by_row else 1
     launch = Launch(
         bias_kernels.score_side, blocks * triton.cdiv(call.key_length, tile.block_n) * shape[0] * shape[1],
         dict(inputs, BIAS=call.bias, TBIAS=tx.bias, **call.selected(False), SEED=call.x.seed),
-        dict(call.scalars, **shared), {name: Output(shape, dtype) if w else None for name, w in wanted.items()},
+        dict(call.scalars, **shared), {name: Output(shape, of_sums) if w else None for name, w in wanted.items()},
         dict(
             call.constants, BM=tile.block_m, BN=tile.block_n, WANT=want, WANT_T=want_tangent, **has_tangents(tx), **has
         ), tile.num_warps, tile.num_stages,
     )  # fmt: skip
     got = {name: a for name, a in call.launcher.launch(launch).items() if a is not None}
-    return got if shape == bias.shape else {name: call.launcher.summed(a, True, bias) for name, a in got.items()}
+    if shape == bias.shape:
+        return got
+    return {name: call.launcher.summed(a, True, bias.shape, dtype) for name, a in got.items()}
 
 
 def _row_sums(call: PortableCall, log_sum_exp, d_lse):

@@ -316,23 +316,24 @@ def _mixed(b_x):
 
 @triton.jit
 def seeds(SEED, i_b, i_h, FEATURES: tl.constexpr):
-    """Two numbers for this head, from the two of its batch entry."""
+    """Two numbers for this head, from the two of its batch entry, and where the queries and the keys begin."""
     if FEATURES.dropout:
-        seed = tl.load(SEED + 2 * i_b).to(tl.uint32, bitcast=True)
-        other = tl.load(SEED + 2 * i_b + 1).to(tl.uint32, bitcast=True)
-        i = i_h.to(tl.uint32)
-        return _mixed(seed ^ _mixed(i)), _mixed(other + i)
+        SEED += 5 * i_b
+        seed = tl.load(SEED).to(tl.uint32, bitcast=True)
+        other = tl.load(SEED + 1).to(tl.uint32, bitcast=True)
+        i = (i_h + tl.load(SEED + 2)).to(tl.uint32)
+        return _mixed(seed ^ _mixed(i)), _mixed(other + i), tl.load(SEED + 3), tl.load(SEED + 4)
     else:
-        return 0, 0
+        return 0, 0, 0, 0
 
 
 @triton.jit
 def kept(o_m, o_n, head_seeds, rate, FEATURES: tl.constexpr):
     """1 / (1 − rate) where dropout keeps a probability, else 0: a hash of its place, the same in every kernel."""
     if FEATURES.dropout:
-        seed, other = head_seeds
-        b_key = _mixed(o_m.to(tl.uint32) ^ seed)
-        b_x = _mixed(_mixed(o_n.to(tl.uint32) ^ b_key) + (b_key ^ other))
+        seed, other, first_m, first_n = head_seeds
+        b_key = _mixed((o_m + first_m).to(tl.uint32) ^ seed)
+        b_x = _mixed(_mixed((o_n + first_n).to(tl.uint32) ^ b_key) + (b_key ^ other))
         threshold = (tl.full([], 2.0**31, tl.float32) * rate).to(tl.int32)
         return tl.where((b_x >> 1).to(tl.int32) >= threshold, 1.0 / (1.0 - rate), 0.0)
     else:
