@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack  # private
 from torch.autograd import forward_ad
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
+from jax_flash_jvp.context import Order, Strategy
 from jax_flash_jvp.problem import (
     DTYPES,
     SELECTORS,
@@ -28,6 +30,7 @@ from jax_flash_jvp.problem import (
 )
 from torch_bridge import rules
 from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor
+from torch_bridge.context import Call, Context, attend_parts, check_cut, columns_of, current
 from torch_bridge.operators import ops
 from torch_bridge.options import CODE, select, words_of
 
@@ -59,6 +62,9 @@ def scaled_dot_product_attention(
     key_value_segment_ids: Tensor | None = None,
     logits_soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    context_group: ProcessGroup | DeviceMesh | None = None,
+    context_strategy: Strategy | None = None,
+    context_order: Order | None = None,
     **unknown: Never,
 ) -> Tensor:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
@@ -94,6 +100,10 @@ def scaled_dot_product_attention(
         Those that int32 need not hold (int64, uint32, uint64) are sorted first.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before `attn_mask` (arXiv:2408.00118, section 2).
       sinks: [Hq]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
+      context_group, context_strategy, context_order: who shares the sequences, and how, as :func:`context_parallel` says, whose
+        open context they take the place of.  Tensors are this process's parts then: L and S count its own queries and keys.
+        Segment ids are cut alike.  Lengths and windows are those of the whole sequence.  `attn_mask` has this process's queries and all
+        keys, or one row for its keys.  All draw the dropout of the group's first process, as one process would.
 
     Returns:
       [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev].  Scores and sums are accumulated
@@ -123,8 +133,10 @@ def scaled_dot_product_attention(
             scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment, local_window_size=local_window_size,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-            logits_soft_cap=logits_soft_cap, sinks=sinks,
+            logits_soft_cap=logits_soft_cap, sinks=sinks, context_group=context_group, context_strategy=context_strategy,
+            context_order=context_order,
         )  # fmt: skip
+    context = current(context_group, context_strategy, context_order)
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     if is_causal and attn_mask is not None:
@@ -132,7 +144,7 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, CausalBias):
         check_tensor("query", query)
         check_tensor("key", key)
-        is_causal, causal_alignment = True, alignment_of("attn_mask", attn_mask, query, key, causal_alignment)
+        is_causal, causal_alignment = True, alignment_of("attn_mask", attn_mask, query, key, causal_alignment, context)
         attn_mask = None
     options: tuple[str, ...] = ()
     plain = type(dropout_p) in (int, float) and not dropout_p and causal_alignment == "upper_left"
@@ -151,7 +163,7 @@ def scaled_dot_product_attention(
         check_devices(query, ((name, a) for name, a in named if a is not None))
     else:
         selection = ()
-    return attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks)
+    return attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context)
 
 
 def overriding(mask):
@@ -164,15 +176,16 @@ torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scale
 
 
 def alignment_of(
-    name: str, bias: CausalBias, query: Tensor, key: Tensor, alignment: Alignment = "upper_left"
-) -> Alignment:
+    name: str, bias: CausalBias, query: Tensor, key: Tensor, alignment: Alignment = "upper_left", context: Context | None = None
+) -> Alignment:  # fmt: skip
     """`causal_alignment` of a CausalBias, which must have the size of the scores where that matters."""
     lower_right_of(alignment)  # raises
     if bias.variant == CausalVariant.UPPER_LEFT:
         if alignment != "upper_left":
             raise ValueError(f"`{name}` is a causal_upper_left, but `causal_alignment` is {alignment!r}: leave out one")
         return "upper_left"
-    size, scores = (bias.seq_len_q, bias.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
+    n = 1 if context is None else context.group.size
+    size, scores = (bias.seq_len_q, bias.seq_len_kv), (n * query.shape[-2], n * key.shape[-2])
     if size != scores:
         raise ValueError(f"`{name}` must be of the numbers of queries and keys, {scores}: got causal_lower_right{size}")
     return "lower_right"
@@ -199,7 +212,7 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
 
 def attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None,
-    mask_name="attn_mask",
+    context=None, mask_name="attn_mask",
 ) -> Tensor:  # fmt: skip
     compiled = torch.compiler.is_compiling()
     if not compiled and not _Said.sdpa_kernel and logger.isEnabledFor(logging.DEBUG):
@@ -224,7 +237,10 @@ def attend(
         # what is saved for a backward must not be; a compiler refuses to ask
         if not compiled and mask.dtype == torch.bool and mask.is_inference() and not torch.is_inference_mode_enabled():
             mask = mask.clone()
-        mask = _four_dimensional(mask_name, mask, (*rows, x[1].shape[-2]))
+        keys = x[1].shape[-2]
+        if context is not None:
+            keys = columns_of(context, mask_name, mask, rows[-1], keys)
+        mask = _four_dimensional(mask_name, mask, (*rows, keys))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
     check_shapes(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     if selection:
@@ -232,6 +248,8 @@ def attend(
         named = dict(
             zip(("query", "key", "value"), described, strict=True), **dict(zip(SELECTORS, selection, strict=True))
         )
+        if context is not None:
+            check_cut(context, dict(zip(SELECTORS, selection, strict=True)), dict(query=q.shape[2], key=k.shape[2]))
         check_operands(Operands(**named))
     if sinks is not None:
         check_devices(query, (("sinks", sinks),))
@@ -242,14 +260,20 @@ def attend(
                 f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
             )
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    selected, options = select(selection, options, q, k)
+    call = Call((q, k, v), mask, selection, bool(is_causal), options, scale, sinks)
+    o = _computed(call) if context is None else attend_parts(_computed, context, mask_name, call)
+    return o if whole else o.reshape(*rows, v.shape[-1])
+
+
+def _computed(call: Call) -> Tensor:
+    compiled = torch.compiler.is_compiling()
+    (q, k, v), words = call.x, call.words
+    selected, options = select(call.selection, words, q, k, call.seed, call.place)
     if compiled:
         options = f"{options} {CODE}"
-    args = q, k, v, mask, selected, bool(is_causal), scale, options
-    o, log_sum_exp = ops.forward(*args, True) if compiled else rules.forward(args, sinks is not None)
-    if sinks is not None:
-        o = _with_sinks(o, log_sum_exp, sinks)
-    return o if whole else o.reshape(*rows, v.shape[-1])
+    args = q, k, v, call.mask, selected, call.is_causal, call.scale, options
+    o, log_sum_exp = ops.forward(*args, True) if compiled else rules.forward(args, call.sinks is not None)
+    return o if call.sinks is None else _with_sinks(o, log_sum_exp, call.sinks)
 
 
 class _Said:

@@ -6,6 +6,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from torch_bridge.attention import alignment_of, attend, options_of, overriding
 from torch_bridge.checks import check_flag, check_number, check_tensor
+from torch_bridge.context import current
 
 
 def flash_attn_func(
@@ -27,6 +28,7 @@ def flash_attn_func(
         check_tensor(name, a)
         if a.dim() != 4:
             raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
+    context = current(None, None, None)
     check_flag("causal", causal)
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale)
@@ -37,8 +39,8 @@ def flash_attn_func(
     if isinstance(bias, CausalBias):
         if causal:
             raise ValueError("`causal` must not be given together with a `bias` that is a CausalBias: leave it out")
-        causal, options, bias = True, options_of(0.0, alignment_of("bias", bias, q, k), None, None), None
-    return attend(q, k, v, bias, causal, softmax_scale, True, options, mask_name="bias").transpose(1, 2)
+        causal, options, bias = True, options_of(0.0, alignment_of("bias", bias, q, k, context=context), None, None), None
+    return attend(q, k, v, bias, causal, softmax_scale, True, options, context=context, mask_name="bias").transpose(1, 2)
 
 
 def flash_attn_qkvpacked_func(

@@ -1,0 +1,260 @@
+"""One sequence over a group of processes: who shares it, and by which strategy.
+
+Tensors are parts of a sequence here, one in each process.  `ulysses` and `all_gather` move them by linear collectives, whose
+derivatives are collectives too (`exchange.py`), around attention as it is; `ring` is a way to compute an operator, beneath
+its derivatives (`ring.py`), of which the operators learn by a word of their options.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jax_flash_jvp.context import ORDERS, STRATEGIES, Order, Strategy, lengths_in, plan, strategy_of, zigzag_positions
+from jax_flash_jvp.problem import SELECTORS
+from torch_bridge.exchange import from_first, move
+from torch_bridge.groups import Group
+from torch_bridge.options import LARGEST, Shared, narrowed, problem_of, words_of
+
+
+class Context(NamedTuple):
+    group: Group
+    strategy: Strategy | None
+
+
+class _Open:
+    context: Context | None = None
+
+
+@contextlib.contextmanager
+def context_parallel(group: Any, strategy: Strategy | None = None, order: Order = "contiguous") -> Iterator[None]:
+    """While open, attention of this package takes its tensors for parts of sequences, one in each process of a group, and
+    gives the part of the result that belongs to the queries; so do its derivatives, of any mode and order that the strategy
+    has.  For all threads; keep it open over the backward of a checkpointed model, which calls the model again.
+
+    The processes hold equal parts, in the order of their ranks in the group, and must call attention alike.  Keys that are not
+    cut, as of a text that a video attends to, need no context: open `context_parallel(None)` around such a call.
+
+    Args:
+      group: a ProcessGroup, or a DeviceMesh of one dimension, such as `mesh["context"]`; None closes an outer context.
+      strategy: "ulysses" moves heads to processes and back, four all-to-alls a call, and needs a number of key heads that the
+        size of the group divides (arXiv:2309.14509); "ring" passes keys around while it computes, two derivatives deep
+        (arXiv:2310.01889); "all_gather" gives every process all keys.  None: Ulysses where it can be, else the ring.
+      order: "contiguous", or "zigzag": of 2n equal chunks of the sequence, process i of n holds those at i and 2n - 1 - i, so
+        that causality leaves all as much to do; see :func:`reorder_zigzag`.
+
+    Raises:
+      ValueError: no such group, strategy or order, a group without this process.
+      TypeError: `group` is something else.
+    """
+    context = None if group is None else context_of("group", group, strategy, order)
+    outer, _Open.context = _Open.context, context
+    try:
+        yield
+    finally:
+        _Open.context = outer
+
+
+def current(group: Any, strategy: Any, order: Any) -> Context | None:
+    """The context of a call, by its own arguments or the open manager; None where there is nobody to share with."""
+    context = _Open.context
+    if group is not None:
+        context = context_of("context_group", group, strategy, "contiguous" if order is None else order)
+    elif strategy is not None or order is not None:
+        if context is None:
+            name = "context_strategy" if strategy is not None else "context_order"
+            raise ValueError(f"`{name}` says how a group shares a sequence: pass `context_group`, or open `context_parallel`")
+        strategy, order = strategy or context.strategy, order or context.group.order
+        context = Context(_with_order(context.group, "context_order", order), _strategy("context_strategy", strategy))
+    return None if context is None or context.group.size == 1 else context
+
+
+def context_of(name: str, group: Any, strategy: Any, order: Any) -> Context:
+    prefix = name.removesuffix("group")
+    return Context(_with_order(_group(name, group), f"{prefix}order", order), _strategy(f"{prefix}strategy", strategy))
+
+
+def _strategy(name: str, strategy: Any) -> Strategy | None:
+    if strategy is not None and strategy not in STRATEGIES:
+        raise ValueError(f"`{name}` must be None or one of {STRATEGIES}: got {strategy!r}")
+    return strategy
+
+
+def _with_order(group: Group, name: str, order: Any) -> Group:
+    if order not in ORDERS:
+        raise ValueError(f"`{name}` must be one of {ORDERS}: got {order!r}")
+    return group._replace(order=order)
+
+
+def _group(name: str, group: Any) -> Group:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(f"`{name}` needs torch.distributed: call torch.distributed.init_process_group first")
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ("…",)
+            raise ValueError(f"`{name}` must be of one dimension: got {group.ndim}; pass one of them, as mesh[{names[-1]!r}]")
+        group = group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"`{name}` must be a group that this process is in")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"`{name}` must be a ProcessGroup or a DeviceMesh: got {type(group).__name__}")
+    return Group(group.group_name, group.size(), group.rank())
+
+
+# ------------------------------------------------------------------------------------------------ attention of parts
+
+
+class Call(NamedTuple):
+    """A call on parts of four axes, checked but for what the group has to do with it."""
+
+    x: Sequence[Tensor]  # query, key, value
+    mask: Tensor | None
+    selection: Sequence[Tensor | None]  # as SELECTORS, or empty
+    is_causal: bool
+    words: tuple[str, ...]  # of options
+    scale: float
+    sinks: Tensor | None
+    place: tuple[int, int, int] = (0, 0, 0)  # of the first head, query and key
+    seed: Shared | None = None  # makes of a seed that of all processes
+
+
+Attend = Callable[[Call], Tensor]
+
+
+def check_cut(context: Context, named: Any, lengths: Any) -> None:
+    """Segments must be cut as queries and keys are; theirs is the other text about shapes."""
+    n = context.group.size
+    for field, name in SELECTORS.items():
+        a, length = named.get(field), lengths[field.split("_")[0]]
+        if field.endswith("segments") and a is not None and a.ndim == 2 and a.shape[1] == n * length:
+            raise ValueError(
+                f"`{name}` must be cut along the sequence as queries and keys are: got all {n * length} of them, where this "
+                f"process has {length}; pass its own part"
+            )
+
+
+def columns_of(context: Context, name: str, mask: Tensor, queries: int, keys: int) -> int:
+    """How many keys a mask must be for: those of this process if it is the same for all queries, else all."""
+    n = context.group.size
+    by_row = mask.ndim > 1 and mask.shape[-2] != 1
+    if by_row and mask.shape[-2] == n * queries:
+        raise ValueError(
+            f"`{name}` must be cut along its queries as `query` is: got all {n * queries}, where this process has {queries}; pass "
+            f"these rows, with all {n * keys} keys"
+        )
+    if by_row and mask.shape[-1] == keys:
+        raise ValueError(
+            f"`{name}` must have all {n * keys} keys for the {queries} queries of this process, or one row for its {keys} keys: "
+            f"got shape {tuple(mask.shape)}"
+        )
+    return keys if mask.ndim and mask.shape[-1] == keys else n * keys
+
+
+def attend_parts(attend: Attend, context: Context, mask_name: str, call: Call) -> Tensor:
+    """Attention of parts, by attention of whole sequences, or of a ring."""
+    group, (q, k, _) = context.group, call.x
+    for name, a in zip(("query", "key"), (q, k), strict=True):
+        if a.shape[2] % group.chunks:
+            raise ValueError(
+                f"`{name}` must have an even number of rows in each process for `context_order`='zigzag': got {a.shape[2]}"
+            )
+    by_row = [mask_name] if call.mask is not None and call.mask.shape[2] != 1 else []
+    strategy = strategy_of(context.strategy, group.size, k.shape[1], by_row, ("context_strategy", "context_group"))
+    call = call._replace(seed=partial(from_first, group))
+    return {"ulysses": _ulysses, "ring": _ring, "all_gather": _all_gather}[strategy](attend, group, call)
+
+
+def _ring(attend: Attend, group: Group, call: Call) -> Tensor:
+    selection = call.selection
+    if selection and selection[2] is not None:
+        everyones = partial(_gathered, group._replace(order="contiguous"))
+        selection = (*selection[:2], *narrowed(*selection[2:], everyones))
+    return attend(call._replace(selection=selection, words=(*call.words, f"ring={group.word}")))
+
+
+def _ulysses(attend: Attend, group: Group, call: Call) -> Tensor:
+    n, rank, heads = group.size, group.rank, call.x[0].shape[1]
+    x = move("heads", group, *call.x)
+    of_heads = lambda a, axis: a.unflatten(axis, (n, -1)).select(axis, rank) if a.shape[axis] == heads > 1 else a
+    mask = _of_all_keys(group, call)
+    mask = None if mask is None else of_heads(mask, 1)
+    sinks = None if call.sinks is None else of_heads(call.sinks, 0)
+    selection = call.selection
+    if selection and selection[2] is not None:
+        selection = (*selection[:2], *(_gathered(group, a) for a in selection[2:]))
+    place = (rank * (heads // n), 0, 0)
+    o = attend(call._replace(x=x, mask=mask, selection=selection, sinks=sinks, place=place))
+    return move("rows", group, o)[0]
+
+
+def _all_gather(attend: Attend, group: Group, call: Call) -> Tensor:
+    q, k, v = call.x
+    n, queries = group.size, q.shape[2]
+    keys = n * k.shape[2]
+    k, v = move("gather", group, k, v)
+    mask, selection = _of_all_keys(group, call), call.selection
+    of_queries, of_keys, query_segments, key_segments = selection or (None,) * 4
+    if key_segments is not None:
+        key_segments = _gathered(group, key_segments)
+    problem, _ = problem_of(call.is_causal, call.scale, " ".join(call.words), q)
+    reach, rate = problem.reach(n * queries, keys), problem.dropout_rate
+    parts = group.chunks
+    size = queries // parts
+    blocks = plan(group.order, n, queries, keys, *reach, gathered=True, apart=rate > 0)
+    results, done = [], 0
+    for block in blocks.blocks(group.rank, 0):
+        first, last = (i * size for i in block.rows)
+        if first > done:  # who see nothing
+            results.append(q.new_zeros(*q.shape[:2], first - done, v.shape[3]))
+        places = [size * chunk for chunk in group.chunks_of(group.rank)[slice(*block.rows)]]
+        rows = lambda a, axis, first=first, last=last: a.narrow(axis, first, last - first)
+        some = call._replace(
+            x=(rows(q, 2), k, v), mask=mask if mask is None or mask.shape[2] == 1 else rows(mask, 2),
+            is_causal=False, place=(0, places[0], 0),
+            words=words_of(block.window, False, problem.soft_cap, rate),
+        )  # fmt: skip
+        if selection:
+            lengths = None if of_queries is None else lengths_in(torch, of_queries.clamp(-1, LARGEST), places, size)
+            segments = None if query_segments is None else rows(query_segments, 1)
+            some = some._replace(selection=(lengths, of_keys, segments, key_segments))
+        results.append(attend(some))
+        done = last
+    if done < queries:
+        results.append(q.new_zeros(*q.shape[:2], queries - done, v.shape[3]))
+    return results[0] if len(results) == 1 else torch.cat(results, 2)
+
+
+def _gathered(group: Group, ids: Tensor) -> Tensor:
+    return move("gather", group, ids[:, None, :, None])[0][:, 0, :, 0]
+
+
+def _of_all_keys(group: Group, call: Call) -> Tensor | None:
+    """A mask with all keys, in the order of the sequence."""
+    mask, keys = call.mask, call.x[1].shape[2]
+    if mask is None or mask.shape[3] == 1:
+        return mask
+    if mask.shape[3] == keys:
+        return move("gather", group, mask.transpose(2, 3))[0].transpose(2, 3)
+    return group.joined(mask.unflatten(3, (group.size, -1)), 3) if group.order == "zigzag" else mask
+
+
+# ------------------------------------------------------------------------------------------------ the order
+
+
+def reorder_zigzag(x: Tensor, devices: int, axis: int = 1) -> Tensor:
+    """A whole sequence in the order in which `devices` processes hold it under `order="zigzag"`: process i holds the i-th of
+    `devices` equal parts of it.  For tokens, positions, targets and segment ids alike; :func:`restore_zigzag` undoes it."""
+    return x.index_select(axis, _positions(x, devices, axis))
+
+
+def restore_zigzag(x: Tensor, devices: int, axis: int = 1) -> Tensor:
+    """A whole sequence in its own order, from that of :func:`reorder_zigzag`."""
+    return x.index_select(axis, _positions(x, devices, axis).argsort())
+
+
+def _positions(x: Tensor, devices: int, axis: int) -> Tensor:
+    return torch.as_tensor(zigzag_positions(x.shape[axis], devices), device=x.device)
