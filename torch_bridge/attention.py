@@ -3,14 +3,13 @@
 import logging
 import math
 from collections.abc import Sequence
-from typing import Never
+from typing import TYPE_CHECKING, Never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack  # private
 from torch.autograd import forward_ad
-from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -33,6 +32,9 @@ from torch_bridge.checks import Described, check_devices, check_flag, check_numb
 from torch_bridge.context import Call, Context, attend_parts, check_cut, columns_of, current
 from torch_bridge.operators import ops
 from torch_bridge.options import CODE, select, words_of
+
+if TYPE_CHECKING:  # some builds have none
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 logger = logging.getLogger(__name__)
 FLOATS = tuple(getattr(torch, name) for name in DTYPES)
@@ -62,7 +64,7 @@ def scaled_dot_product_attention(
     key_value_segment_ids: Tensor | None = None,
     logits_soft_cap: float | None = None,
     sinks: Tensor | None = None,
-    context_group: ProcessGroup | DeviceMesh | None = None,
+    context_group: "ProcessGroup | DeviceMesh | None" = None,
     context_strategy: Strategy | None = None,
     context_order: Order | None = None,
     **unknown: Never,

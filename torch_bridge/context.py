@@ -18,7 +18,7 @@ from jax_flash_jvp.context import ORDERS, STRATEGIES, Order, Strategy, lengths_i
 from jax_flash_jvp.problem import SELECTORS
 from torch_bridge.exchange import from_first, move
 from torch_bridge.groups import Group
-from torch_bridge.options import LARGEST, Shared, narrowed, problem_of, words_of
+from torch_bridge.options import LARGEST, drawn, drops, narrowed, problem_of, words_of
 
 
 class Context(NamedTuple):
@@ -119,7 +119,7 @@ class Call(NamedTuple):
     scale: float
     sinks: Tensor | None
     place: tuple[int, int, int] = (0, 0, 0)  # of the first head, query and key
-    seed: Shared | None = None  # makes of a seed that of all processes
+    seed: Tensor | None = None  # of dropout, if it is drawn
 
 
 Attend = Callable[[Call], Tensor]
@@ -164,7 +164,8 @@ def attend_parts(attend: Attend, context: Context, mask_name: str, call: Call) -
             )
     by_row = [mask_name] if call.mask is not None and call.mask.shape[2] != 1 else []
     strategy = strategy_of(context.strategy, group.size, k.shape[1], by_row, ("context_strategy", "context_group"))
-    call = call._replace(seed=partial(from_first, group))
+    if drops(call.words):
+        call = call._replace(seed=from_first(group, drawn(q)))
     return {"ulysses": _ulysses, "ring": _ring, "all_gather": _all_gather}[strategy](attend, group, call)
 
 

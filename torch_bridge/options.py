@@ -25,7 +25,6 @@ QUERY_LENGTHS, KEY_LENGTHS, SEED, HEADS_BEGIN, QUERIES_BEGIN, KEYS_BEGIN, SEGMEN
 THIRD = (
     "a third derivative of attention in a ring, which has two: pass `context_strategy`='ulysses' or 'all_gather', which have all"
 )
-Shared = Callable[[Tensor], Tensor]
 LARGEST = 2**31 - 1
 NARROW = (torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint8)  # fit int32
 SELECTED = (*SELECTORS, "seed")  # what a selection holds
@@ -50,11 +49,11 @@ def drops(words: Iterable[str]) -> bool:
 
 
 def select(
-    selected: Sequence[Tensor | None], options: tuple[str, ...], q: Tensor, k: Tensor, shared: Shared | None = None,
+    selected: Sequence[Tensor | None], options: tuple[str, ...], q: Tensor, k: Tensor, seed: Tensor | None = None,
     place: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[Tensor | None, str]:  # fmt: skip
-    """The selection and the options of an operator, of these words.  `selected`: what SELECTORS name, or nothing; `shared` makes
-    of a seed that which several processes share; `place`: of the first head, query and key, of a part of a call."""
+    """The selection and the options of an operator, of these words.  `selected`: what SELECTORS name, or nothing; of a part of a
+    call, `seed` is that of the call, and `place` where its first head, query and key are."""
     if not options and not selected:
         return None, ""
     dropout = drops(options)
@@ -64,9 +63,7 @@ def select(
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
     new = lambda *shape: q.new_zeros((batch, *shape), dtype=torch.int32)
     lengths = [new() if a is None else _length(a) for a in (query_lengths, key_lengths)]
-    seed = torch.randint(-(2**31), 2**31 - 1, (batch, 2), device=q.device, dtype=torch.int32) if dropout else new(2)
-    if dropout and shared is not None:
-        seed = shared(seed)
+    seed = new(2) if not dropout else drawn(q) if seed is None else seed
     places = torch.cat([new(1) + at for at in place], 1) if any(place) else new(3)
     if query_segments is None or key_segments is None:
         segments = [new(queries), new(keys)]
@@ -78,6 +75,11 @@ def select(
     )
 
 
+def drawn(q: Tensor) -> Tensor:
+    """A seed of dropout."""
+    return torch.randint(-(2**31), 2**31 - 1, (q.shape[0], 2), device=q.device, dtype=torch.int32)
+
+
 def _length(a: Tensor) -> Tensor:
     """In int32; beyond all tensors is as good as at their end."""
     if a.dtype in NARROW:
@@ -87,8 +89,8 @@ def _length(a: Tensor) -> Tensor:
     return wide.clamp(-1, LARGEST).to(torch.int32)
 
 
-def narrowed(queries: Tensor, keys: Tensor, shared: Shared | None = None) -> list[Tensor]:
-    """Segments in int32, in the same order; `shared` makes of a part of them those of several processes."""
+def narrowed(queries: Tensor, keys: Tensor, everyones: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """Segments in int32, in the same order; those of a part of a call in that of all, which `everyones` makes of them."""
     if queries.dtype in NARROW and keys.dtype in NARROW:
         return [queries.to(torch.int32), keys.to(torch.int32)]
     if torch.uint64 in (queries.dtype, keys.dtype) and queries.dtype != keys.dtype:
@@ -97,7 +99,7 @@ def narrowed(queries: Tensor, keys: Tensor, shared: Shared | None = None) -> lis
             f"{queries.dtype} and {keys.dtype}; cast one of them"
         )
     both = torch.cat([queries.to(torch.int64), keys.to(torch.int64)], 1)
-    every = both if shared is None else shared(both)
+    every = both if everyones is None else everyones(both)
     ranks = torch.searchsorted(every.sort(1).values, both, out_int32=True)
     return [*ranks.split([queries.shape[1], keys.shape[1]], 1)]
 
