@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch.func import grad, jvp  # noqa: E402
 
-from torch_bridge import reorder_zigzag, scaled_dot_product_attention  # noqa: E402
-from torch_oracle import launched, leaves, naive, normal  # noqa: E402
+from torch_bridge import context_parallel, reorder_zigzag, scaled_dot_product_attention  # noqa: E402
+from torch_oracle import Model, by_func, gradients, launched, leaves, loss, naive, normal  # noqa: E402
 
 B, N, K = 2, 4, 2
 LIMIT = datetime.timedelta(minutes=2)
@@ -178,7 +178,7 @@ def spawn(worker, n, folder, *args):
 
 def _process(rank, n, folder, worker, args):
     torch.set_num_threads(1)
-    backend = "nccl" if worker is gpu_cases else "gloo"
+    backend = "nccl" if worker in (gpu_cases, gpu_models) else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n, timeout=LIMIT)
@@ -188,8 +188,9 @@ def _process(rank, n, folder, worker, args):
     dist.destroy_process_group()
 
 
-def cases(rank, n, names, sizes=Sizes(), dtype=torch.float64, device="cpu"):
+def cases(rank, n, names, sizes=Sizes(), dtype="float64", device="cpu"):
     """Those of these names, "name", "name/strategy" or "name/strategy/order"; what is wrong with them."""
+    dtype = getattr(torch, dtype)
     for name in names:
         name, *chosen = name.split("/")
         case = sizes.cases()[name]
@@ -208,3 +209,66 @@ def cases(rank, n, names, sizes=Sizes(), dtype=torch.float64, device="cpu"):
 
 def gpu_cases(rank, n, names, sizes, dtype):
     return cases(rank, n, names, sizes, dtype, f"cuda:{rank}")
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def by_tokens(width=8, length=16, batch=2):
+    """x, t, r and v of a flow map over a sequence."""
+    t, r = normal(batch).sigmoid(), normal(batch, seed=1).sigmoid()
+    return normal(batch, length, width), t, r, normal(batch, length, width, seed=2)
+
+
+class Step(torch.nn.Module):
+    """A loss, with its JVP inside."""
+
+    def __init__(self, derivative):
+        super().__init__()
+        self.net, self.derivative = Model(), derivative
+
+    def forward(self, through, *data):
+        return loss(self.net, self.derivative, through, data)
+
+
+def fully_sharded(step):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(next(step.parameters()).device.type, (dist.get_world_size(),))
+    return fully_shard(step, mesh=mesh)
+
+
+WRAPS = {
+    "DDP": torch.nn.parallel.DistributedDataParallel if dist.is_available() else None,
+    "FSDP2": fully_sharded,
+    "DDP, compiled": lambda step: torch.compile(torch.nn.parallel.DistributedDataParallel(step), backend="aot_eager"),
+}
+
+
+def models(rank, n, device="cpu", dtype=torch.float64):
+    """A training step whose sequence, and whose parameters, are those of all processes."""
+    for wrap, strategy, order, through in itertools.product(WRAPS, ("ulysses", "ring"), ("contiguous", "zigzag"), (False, True)):
+        if strategy == "ulysses" and 2 % n:
+            continue
+        expected = gradients(Model(), lambda net: loss(net, by_func, through, by_tokens()))[1:]
+        part = Part(rank, n, order)
+        x, t, r, v = by_tokens()
+        data = [a.to(device, dtype) for a in (part.cut(x, 1), t, r, part.cut(v, 1))]
+        torch.compiler.reset()
+        try:
+            with context_parallel(dist.group.WORLD, strategy, order):
+                module = WRAPS[wrap](Step(by_func).to(device, dtype))
+                module(through, *data).backward()
+        except Exception:
+            yield f"{wrap} {strategy} {order} {through}: {traceback.format_exc()}".replace("\n", " | ")
+            continue
+        got = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in module.parameters()]
+        error = max(relative(a.cpu(), b) for a, b in zip(got, expected, strict=True))
+        if not error < (1e-11 if dtype == torch.float64 else 1e-4):
+            yield f"{wrap} {strategy} {order} {through}: error {error:.2g}"
+        dist.barrier()
+
+
+def gpu_models(rank, n):
+    return models(rank, n, f"cuda:{rank}", torch.float32)
