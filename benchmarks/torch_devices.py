@@ -164,9 +164,13 @@ def measure(case: Case, options: Any, device: str) -> list[Row]:
     for name in options.jobs or PRODUCTS:
         whole = job(name, one, arrays)
         expected = whole()
-        estimate = timed(whole, device, 0, 1)
+        start = time.perf_counter()
+        whole()
+        synchronize(device)
+        estimate = slowest((time.perf_counter() - start) * 1e3, device)
         held = sum(a.nbytes for a in arrays)
-        calls, memory = {ONE: (whole, contextlib.nullcontext)}, {ONE: peak(whole, device, held)}
+        calls: dict[str, tuple[Callable, Callable]] = {ONE: (whole, contextlib.nullcontext)}
+        memory = {ONE: peak(whole, device, held)}
         for who, way in ways(n, causal, device).items():
             if name not in way.jobs or (options.contenders and who not in options.contenders):
                 continue
@@ -189,7 +193,8 @@ def measure(case: Case, options: Any, device: str) -> list[Row]:
             for who in order:
                 call, context = calls[who]
                 with context():
-                    call()
+                    if estimate < 1e3:
+                        call()
                     times[who].append(timed(call, device, options.seconds, estimate / (1 if who == ONE else n)))
                 time.sleep(options.rest)
         medians = {who: statistics.median(samples) for who, samples in times.items()}

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from jax_flash_jvp.problem import (
 )
 from torch_bridge import rules
 from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor
-from torch_bridge.context import Call, Context, attend_parts, check_cut, columns_of, current
+from torch_bridge.context import Call, Context, current, distributed
 from torch_bridge.operators import ops
 from torch_bridge.options import CODE, select, words_of
 
@@ -138,7 +138,9 @@ def scaled_dot_product_attention(
             logits_soft_cap=logits_soft_cap, sinks=sinks, context_group=context_group, context_strategy=context_strategy,
             context_order=context_order,
         )  # fmt: skip
-    context = current(context_group, context_strategy, context_order)
+    context: Any = distributed(query, context_group, context_strategy, context_order)
+    if context is None:
+        context = current(context_group, context_strategy, context_order)
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     if is_causal and attn_mask is not None:
@@ -186,7 +188,7 @@ def alignment_of(
         if alignment != "upper_left":
             raise ValueError(f"`{name}` is a causal_upper_left, but `causal_alignment` is {alignment!r}: leave out one")
         return "upper_left"
-    n = 1 if context is None else context.group.size
+    n = 1 if context is None else context.parts
     size, scores = (bias.seq_len_q, bias.seq_len_kv), (n * query.shape[-2], n * key.shape[-2])
     if size != scores:
         raise ValueError(f"`{name}` must be of the numbers of queries and keys, {scores}: got causal_lower_right{size}")
@@ -241,7 +243,7 @@ def attend(
             mask = mask.clone()
         keys = x[1].shape[-2]
         if context is not None:
-            keys = columns_of(context, mask_name, mask, rows[-1], keys)
+            keys = context.columns_of(mask_name, mask, rows[-1], keys)
         mask = _four_dimensional(mask_name, mask, (*rows, keys))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
     check_shapes(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
@@ -251,7 +253,7 @@ def attend(
             zip(("query", "key", "value"), described, strict=True), **dict(zip(SELECTORS, selection, strict=True))
         )
         if context is not None:
-            check_cut(context, dict(zip(SELECTORS, selection, strict=True)), dict(query=q.shape[2], key=k.shape[2]))
+            context.check_segments(selection[2:], (q.shape[2], k.shape[2]))
         check_operands(Operands(**named))
     if sinks is not None:
         check_devices(query, (("sinks", sinks),))
@@ -263,7 +265,7 @@ def attend(
             )
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
     call = Call((q, k, v), mask, selection, bool(is_causal), options, scale, sinks)
-    o = _computed(call) if context is None else attend_parts(_computed, context, mask_name, call)
+    o = _computed(call) if context is None else context.attend(_computed, mask_name, call)
     return o if whole else o.reshape(*rows, v.shape[-1])
 
 

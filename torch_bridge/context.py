@@ -6,6 +6,7 @@ its derivatives (`ring.py`), of which the operators learn by a word of their opt
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,16 +16,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jax_flash_jvp.context import ORDERS, STRATEGIES, Order, Strategy, lengths_in, plan, strategy_of, zigzag_positions
-from jax_flash_jvp.problem import SELECTORS
 from torch_bridge.exchange import from_first, move
 from torch_bridge.groups import Group
 from torch_bridge.options import LARGEST, drawn, drops, narrowed, problem_of, words_of
 
 
 class Context(NamedTuple):
+    """Of plain tensors, each a part of a sequence."""
+
     group: Group
     strategy: Strategy | None
 
+    @property
+    def parts(self) -> int:
+        return self.group.size
+
+    def check_segments(self, segments: Sequence[Tensor | None], lengths: Sequence[int]) -> None:
+        """They must be cut as queries and keys are; theirs is the other text about shapes."""
+        for name, a, length in zip(("query_segment_ids", "key_value_segment_ids"), segments, lengths, strict=True):
+            if a is not None and a.ndim == 2 and a.shape[1] == self.parts * length:
+                raise ValueError(
+                    f"`{name}` must be cut along the sequence as queries and keys are: got all {a.shape[1]} of them, where this "
+                    f"process has {length}; pass its own part"
+                )
+
+    def columns_of(self, name: str, mask: Tensor, queries: int, keys: int) -> int:
+        """How many keys a mask must be for: those of this process if it is the same for all queries, else all."""
+        n, by_row = self.parts, mask.ndim > 1 and mask.shape[-2] != 1
+        if by_row and mask.shape[-2] == n * queries:
+            raise ValueError(
+                f"`{name}` must be cut along its queries as `query` is: got all {n * queries}, where this process has {queries}; "
+                f"pass these rows, with all {n * keys} keys"
+            )
+        if by_row and mask.shape[-1] == keys:
+            raise ValueError(
+                f"`{name}` must have all {n * keys} keys for the {queries} queries of this process, or one row for its {keys} "
+                f"keys: got shape {tuple(mask.shape)}"
+            )
+        return keys if mask.ndim and mask.shape[-1] == keys else n * keys
+
+    def attend(self, attend: "Attend", mask_name: str, call: "Call") -> Tensor:
+        """Attention of parts, by attention of whole sequences, or of a ring."""
+        group, (q, k, _) = self.group, call.x
+        for name, a in zip(("query", "key"), (q, k), strict=True):
+            if a.shape[2] % group.chunks:
+                raise ValueError(
+                    f"`{name}` must have an even number of rows in each process for `context_order`='zigzag': got {a.shape[2]}"
+                )
+        by_row = [mask_name] if call.mask is not None and call.mask.shape[2] != 1 else []
+        strategy = strategy_of(self.strategy, group.size, k.shape[1], by_row, ("context_strategy", "context_group"))
+        if drops(call.words):
+            call = call._replace(seed=from_first(group, drawn(q)))
+        return {"ulysses": _ulysses, "ring": _ring, "all_gather": _all_gather}[strategy](attend, group, call)
 
 class _Open:
     context: Context | None = None
@@ -69,13 +112,29 @@ def current(group: Any, strategy: Any, order: Any) -> Context | None:
             name = "context_strategy" if strategy is not None else "context_order"
             raise ValueError(f"`{name}` says how a group shares a sequence: pass `context_group`, or open `context_parallel`")
         strategy, order = strategy or context.strategy, order or context.group.order
-        context = Context(_with_order(context.group, "context_order", order), _strategy("context_strategy", strategy))
+        context = Context(context.group._replace(order=_checked("context_order", order)), _strategy("context_strategy", strategy))
     return None if context is None or context.group.size == 1 else context
+
+
+def distributed(query: Any, group: Any, strategy: Any, order: Any) -> Any:
+    """The context of DTensors, whose placements say who shares what; None of other tensors."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    from torch_bridge.dtensor import Distributed, is_dtensor
+
+    if not is_dtensor(query):
+        return None
+    if group is not None:
+        raise ValueError("`context_group` is for plain tensors: the placements of a DTensor say who shares its sequence")
+    outer = _Open.context
+    if outer is not None:
+        strategy, order = strategy or outer.strategy, order or outer.group.order
+    return Distributed(_strategy("context_strategy", strategy), _checked("context_order", order or "contiguous"))
 
 
 def context_of(name: str, group: Any, strategy: Any, order: Any) -> Context:
     prefix = name.removesuffix("group")
-    return Context(_with_order(_group(name, group), f"{prefix}order", order), _strategy(f"{prefix}strategy", strategy))
+    return Context(_group(name, group)._replace(order=_checked(f"{prefix}order", order)), _strategy(f"{prefix}strategy", strategy))
 
 
 def _strategy(name: str, strategy: Any) -> Strategy | None:
@@ -84,10 +143,10 @@ def _strategy(name: str, strategy: Any) -> Strategy | None:
     return strategy
 
 
-def _with_order(group: Group, name: str, order: Any) -> Group:
+def _checked(name: str, order: Any) -> Order:
     if order not in ORDERS:
         raise ValueError(f"`{name}` must be one of {ORDERS}: got {order!r}")
-    return group._replace(order=order)
+    return order
 
 
 def _group(name: str, group: Any) -> Group:
@@ -123,50 +182,6 @@ class Call(NamedTuple):
 
 
 Attend = Callable[[Call], Tensor]
-
-
-def check_cut(context: Context, named: Any, lengths: Any) -> None:
-    """Segments must be cut as queries and keys are; theirs is the other text about shapes."""
-    n = context.group.size
-    for field, name in SELECTORS.items():
-        a, length = named.get(field), lengths[field.split("_")[0]]
-        if field.endswith("segments") and a is not None and a.ndim == 2 and a.shape[1] == n * length:
-            raise ValueError(
-                f"`{name}` must be cut along the sequence as queries and keys are: got all {n * length} of them, where this "
-                f"process has {length}; pass its own part"
-            )
-
-
-def columns_of(context: Context, name: str, mask: Tensor, queries: int, keys: int) -> int:
-    """How many keys a mask must be for: those of this process if it is the same for all queries, else all."""
-    n = context.group.size
-    by_row = mask.ndim > 1 and mask.shape[-2] != 1
-    if by_row and mask.shape[-2] == n * queries:
-        raise ValueError(
-            f"`{name}` must be cut along its queries as `query` is: got all {n * queries}, where this process has {queries}; pass "
-            f"these rows, with all {n * keys} keys"
-        )
-    if by_row and mask.shape[-1] == keys:
-        raise ValueError(
-            f"`{name}` must have all {n * keys} keys for the {queries} queries of this process, or one row for its {keys} keys: "
-            f"got shape {tuple(mask.shape)}"
-        )
-    return keys if mask.ndim and mask.shape[-1] == keys else n * keys
-
-
-def attend_parts(attend: Attend, context: Context, mask_name: str, call: Call) -> Tensor:
-    """Attention of parts, by attention of whole sequences, or of a ring."""
-    group, (q, k, _) = context.group, call.x
-    for name, a in zip(("query", "key"), (q, k), strict=True):
-        if a.shape[2] % group.chunks:
-            raise ValueError(
-                f"`{name}` must have an even number of rows in each process for `context_order`='zigzag': got {a.shape[2]}"
-            )
-    by_row = [mask_name] if call.mask is not None and call.mask.shape[2] != 1 else []
-    strategy = strategy_of(context.strategy, group.size, k.shape[1], by_row, ("context_strategy", "context_group"))
-    if drops(call.words):
-        call = call._replace(seed=from_first(group, drawn(q)))
-    return {"ulysses": _ulysses, "ring": _ring, "all_gather": _all_gather}[strategy](attend, group, call)
 
 
 def _ring(attend: Attend, group: Group, call: Call) -> Tensor:

@@ -37,7 +37,7 @@ def move(kind: str, group: Group, *tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple([a if a is None else next(results) for a in tensors])
 
 
-def _parsed(how: str) -> tuple[str, Group]:
+def of_how(how: str) -> tuple[str, Group]:
     kind, word = how.split(" ")
     return kind, Group.of_word(word)
 
@@ -54,14 +54,14 @@ def _shape(kind: str, n: int, shape: Sequence[int]) -> tuple[int, ...]:
 def _allocate(*args: Any) -> tuple[Tensor, ...]:
     """What fake tensors give."""
     *tensors, how = args
-    kind, group = _parsed(how)
+    kind, group = of_how(how)
     like = next(a for a in tensors if a is not None)
     return filled([a if a is None else by_length(a, _shape(kind, group.size, a.shape)) for a in tensors], like)
 
 
 def _move(*args: Any) -> tuple[Tensor, ...]:
     *tensors, how = args
-    kind, group = _parsed(how)
+    kind, group = of_how(how)
     like = next(a for a in tensors if a is not None)
     agree(group, how, tensors)
     under_way = [None if a is None else _start(kind, group, a) for a in tensors]
@@ -119,7 +119,7 @@ class _Moved(_SingleLevelFunction):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx, *cotangents):
-        kind, group = _parsed(ctx.how)
+        kind, group = of_how(ctx.how)
         wanted = [c if w else None for c, w in zip(cotangents, ctx.needs_input_grad[2:], strict=True)]
         if all(c is None for c in wanted):
             return None, None, *wanted
@@ -131,7 +131,7 @@ def _rule(*args: Any) -> tuple[Tensor, ...]:
     primals, tangents = _unpack(tensors)
     both = [a for a in (*primals, *tangents) if a is not None]
     with torch._C._AutoDispatchBelowAutograd():
-        moved = move(*_parsed(how), *both)
+        moved = move(*of_how(how), *both)
     if torch.is_grad_enabled() and any(a.requires_grad for a in both):
         before = _single_level()
         _allow_single_level(True)

@@ -61,7 +61,7 @@ def select(
         return None, " ".join(options)
     query_lengths, key_lengths, query_segments, key_segments = given = selected or (None,) * len(SELECTORS)
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
-    new = lambda *shape: q.new_zeros((batch, *shape), dtype=torch.int32)
+    new = lambda *shape: torch.zeros((batch, *shape), dtype=torch.int32, device=q.device)  # plain, whatever q is
     lengths = [new() if a is None else _length(a) for a in (query_lengths, key_lengths)]
     seed = new(2) if not dropout else drawn(q) if seed is None else seed
     places = torch.cat([new(1) + at for at in place], 1) if any(place) else new(3)
