@@ -102,8 +102,9 @@ class _Layout:
             raise ValueError(f"`{name}` must be on the mesh of `query`: got {a.device_mesh} and {self.mesh}")
         if a.placements != wanted:
             moved = [p for p, w in zip(a.placements, wanted, strict=True) if p != w and not p.is_replicate()]
-            if moved and name in ("v", *BIASES):
-                raise ValueError(f"`{dict(v='value').get(name, 'attn_mask')}` must be placed as {wanted}: got {a.placements}; redistribute it")
+            argument = dict(v="value", mask="attn_mask").get(name)
+            if moved and argument:
+                raise ValueError(f"`{argument}` must be placed as {wanted}: got {a.placements}; redistribute it")
             a = a.redistribute(placements=wanted)
         return a.to_local()
 
@@ -230,6 +231,13 @@ class Distributed(NamedTuple):
         _, heads = layout.begin(k.shape[1], "heads")
         # a mask that is cut along queries or keys
         by_row = [] if call.mask is None or innermost(call.mask).placements[d].is_replicate() else [mask_name]
+        if "heads" in layout.kinds[d:]:  # which heads a process had would not be what placements say
+            if self.strategy == "ulysses":
+                raise ValueError(
+                    "`context_strategy`='ulysses' needs the dimension of the mesh along the sequence behind that along heads: got "
+                    f"{q.placements}; order the mesh so, or ask for 'ring'"
+                )
+            by_row = ["query"]
         if strategy_of(self.strategy, group.size, heads, by_row, ("context_strategy", "the mesh")) == "ring":
             return attend(call._replace(words=(*call.words, f"ring={group.word}")))
         return move("rows", group, attend(call._replace(x=move("heads", group, *call.x))))[0]
