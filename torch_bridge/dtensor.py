@@ -244,8 +244,8 @@ class Distributed(NamedTuple):
 
 
 def innermost(a: Tensor) -> Tensor:
-    """Beneath levels of torch.func."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(a):
+    """Beneath levels of torch.func, of which a compiler does not tell."""
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(a):
         a = torch._C._functorch.get_unwrapped(a)
     return a
 
