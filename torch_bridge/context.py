@@ -18,7 +18,7 @@ from torch import Tensor
 from jax_flash_jvp.context import ORDERS, STRATEGIES, Order, Strategy, lengths_in, plan, strategy_of, zigzag_positions
 from torch_bridge.exchange import from_first, move
 from torch_bridge.groups import Group
-from torch_bridge.options import LARGEST, drawn, drops, narrowed, problem_of, words_of
+from torch_bridge.options import LARGEST, drawn, drops, narrowed, parsed, words_of
 
 
 class Context(NamedTuple):
@@ -69,8 +69,7 @@ class Context(NamedTuple):
             call = call._replace(seed=from_first(group, drawn(q)))
         return {"ulysses": _ulysses, "ring": _ring, "all_gather": _all_gather}[strategy](attend, group, call)
 
-class _Open:
-    context: Context | None = None
+_open: list[Context | None] = [None]  # the innermost; a list, which compiled functions may change
 
 
 @contextlib.contextmanager
@@ -95,16 +94,16 @@ def context_parallel(group: Any, strategy: Strategy | None = None, order: Order 
       TypeError: `group` is something else.
     """
     context = None if group is None else context_of("group", group, strategy, order)
-    outer, _Open.context = _Open.context, context
+    outer, _open[0] = _open[0], context
     try:
         yield
     finally:
-        _Open.context = outer
+        _open[0] = outer
 
 
 def current(group: Any, strategy: Any, order: Any) -> Context | None:
     """The context of a call, by its own arguments or the open manager; None where there is nobody to share with."""
-    context = _Open.context
+    context = _open[0]
     if group is not None:
         context = context_of("context_group", group, strategy, "contiguous" if order is None else order)
     elif strategy is not None or order is not None:
@@ -126,7 +125,7 @@ def distributed(query: Any, group: Any, strategy: Any, order: Any) -> Any:
         return None
     if group is not None:
         raise ValueError("`context_group` is for plain tensors: the placements of a DTensor say who shares its sequence")
-    outer = _Open.context
+    outer = _open[0]
     if outer is not None:
         strategy, order = strategy or outer.strategy, order or outer.group.order
     return Distributed(_strategy("context_strategy", strategy), _checked("context_order", order or "contiguous"))
@@ -216,11 +215,12 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> Tensor:
     of_queries, of_keys, query_segments, key_segments = selection or (None,) * 4
     if key_segments is not None:
         key_segments = _gathered(group, key_segments)
-    problem, _ = problem_of(call.is_causal, call.scale, " ".join(call.words), q)
+    problem, _ = parsed(call.is_causal, call.scale, " ".join(call.words))
     reach, rate = problem.reach(n * queries, keys), problem.dropout_rate
     parts = group.chunks
     size = queries // parts
-    blocks = plan(group.order, n, queries, keys, *reach, gathered=True, apart=rate > 0)
+    # without its cache, which a compiler would warn of
+    blocks = plan.__wrapped__(group.order, n, queries, keys, *reach, gathered=True, apart=rate > 0)
     results, done = [], 0
     for block in blocks.blocks(group.rank, 0):
         first, last = (i * size for i in block.rows)

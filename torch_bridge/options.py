@@ -104,8 +104,10 @@ def narrowed(queries: Tensor, keys: Tensor, everyones: Callable[[Tensor], Tensor
     return [*ranks.split([queries.shape[1], keys.shape[1]], 1)]
 
 
-@functools.lru_cache(maxsize=1024)
-def _problem(is_causal: bool, scale: float, options: str, precision: Precision) -> tuple[Problem, frozenset[str]]:
+def parsed(
+    is_causal: bool, scale: float, options: str, precision: Precision = "ieee"
+) -> tuple[Problem, frozenset[str]]:
+    """What the options say, and the names of what stands in a selection."""
     words = dict(word.partition("=")[::2] for word in options.split())
     left, right = (int(words[side]) if side in words else None for side in ("left", "right"))
     problem = Problem(
@@ -121,8 +123,10 @@ def _problem(is_causal: bool, scale: float, options: str, precision: Precision) 
     return problem, frozenset(words) & {*SELECTED}
 
 
+_problem = functools.lru_cache(maxsize=1024)(parsed)
+
+
 def problem_of(is_causal: bool, scale: float, options: str, q: Tensor) -> tuple[Problem, frozenset[str]]:
-    """What the options say, and the names of what stands in a selection."""
     return _problem(is_causal, scale, options, precision_of(q))
 
 
