@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +80,7 @@ def pytorchs(n: int, causal: bool):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import _attention, context_parallel
 
-    options = getattr(_attention, "_cp_options")  # noqa: B009: private
+    options = _attention._cp_options  # private
     options.enable_load_balance = causal
     mesh = init_device_mesh("cuda", (n,))
     whole = torch.empty(1, 1, 2 * n, 1, device="cuda")
@@ -222,11 +221,15 @@ def worker(rank: int, options: Any, folder: str) -> None:
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n,
         timeout=datetime.timedelta(minutes=5), device_id=torch.device(device, rank) if device == "cuda" else None,
     )  # fmt: skip
-    say(f"{n} × {torch.cuda.get_device_name() if device == 'cuda' else device}, PyTorch {torch.__version__}, {options.dtype}")
+    say(
+        f"{n} × {torch.cuda.get_device_name() if device == 'cuda' else device}, PyTorch {torch.__version__}, {options.dtype}"
+    )
     rows = []
     for heads, head_dim in zip(options.heads, options.head_dims, strict=True):
         for length in options.lengths:
-            rows += measure(Case(options.batch, length, heads, head_dim, options.feature, options.dtype), options, device)
+            rows += measure(
+                Case(options.batch, length, heads, head_dim, options.feature, options.dtype), options, device
+            )
     if rank == 0:
         path = options.output.with_suffix(".csv")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,7 +241,9 @@ def worker(rank: int, options: Any, folder: str) -> None:
 def run(options: Any) -> int:
     """As `attention.py` was asked with --devices."""
     if torch.cuda.is_available() and torch.cuda.device_count() < options.devices:
-        raise ValueError(f"--devices must be at most the {torch.cuda.device_count()} GPUs of this host: got {options.devices}")
+        raise ValueError(
+            f"--devices must be at most the {torch.cuda.device_count()} GPUs of this host: got {options.devices}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(worker, (options, folder), nprocs=options.devices)
     return 0

@@ -104,8 +104,9 @@ def scaled_dot_product_attention(
       sinks: [Hq]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
       context_group, context_strategy, context_order: who shares the sequences, and how, as :func:`context_parallel` says, whose
         open context they take the place of.  Tensors are this process's parts then: L and S count its own queries and keys.
-        Segment ids are cut alike.  Lengths and windows are those of the whole sequence.  `attn_mask` has this process's queries and all
-        keys, or one row for its keys.  All draw the dropout of the group's first process, as one process would.
+        Segment ids are cut alike; lengths and windows are those of the whole sequence; `attn_mask` has this process's queries
+        and all keys, or one row for its keys.  All drop what the first process of the group draws.  Of DTensors, placements say
+        who shares what, and shapes are those of whole tensors.
 
     Returns:
       [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev].  Scores and sums are accumulated

@@ -69,6 +69,7 @@ class Context(NamedTuple):
             call = call._replace(seed=from_first(group, drawn(q)))
         return {"ulysses": _ulysses, "ring": _ring, "all_gather": _all_gather}[strategy](attend, group, call)
 
+
 _open: list[Context | None] = [None]  # the innermost; a list, which compiled functions may change
 
 
@@ -109,9 +110,13 @@ def current(group: Any, strategy: Any, order: Any) -> Context | None:
     elif strategy is not None or order is not None:
         if context is None:
             name = "context_strategy" if strategy is not None else "context_order"
-            raise ValueError(f"`{name}` says how a group shares a sequence: pass `context_group`, or open `context_parallel`")
+            raise ValueError(
+                f"`{name}` says how a group shares a sequence: pass `context_group`, or open `context_parallel`"
+            )
         strategy, order = strategy or context.strategy, order or context.group.order
-        context = Context(context.group._replace(order=_checked("context_order", order)), _strategy("context_strategy", strategy))
+        context = Context(
+            context.group._replace(order=_checked("context_order", order)), _strategy("context_strategy", strategy)
+        )
     return None if context is None or context.group.size == 1 else context
 
 
@@ -124,7 +129,9 @@ def distributed(query: Any, group: Any, strategy: Any, order: Any) -> Any:
     if not is_dtensor(query):
         return None
     if group is not None:
-        raise ValueError("`context_group` is for plain tensors: the placements of a DTensor say who shares its sequence")
+        raise ValueError(
+            "`context_group` is for plain tensors: the placements of a DTensor say who shares its sequence"
+        )
     outer = _open[0]
     if outer is not None:
         strategy, order = strategy or outer.strategy, order or outer.group.order
@@ -133,7 +140,9 @@ def distributed(query: Any, group: Any, strategy: Any, order: Any) -> Any:
 
 def context_of(name: str, group: Any, strategy: Any, order: Any) -> Context:
     prefix = name.removesuffix("group")
-    return Context(_group(name, group)._replace(order=_checked(f"{prefix}order", order)), _strategy(f"{prefix}strategy", strategy))
+    return Context(
+        _group(name, group)._replace(order=_checked(f"{prefix}order", order)), _strategy(f"{prefix}strategy", strategy)
+    )
 
 
 def _strategy(name: str, strategy: Any) -> Strategy | None:
@@ -154,7 +163,9 @@ def _group(name: str, group: Any) -> Group:
     if isinstance(group, dist.DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names or ("…",)
-            raise ValueError(f"`{name}` must be of one dimension: got {group.ndim}; pass one of them, as mesh[{names[-1]!r}]")
+            raise ValueError(
+                f"`{name}` must be of one dimension: got {group.ndim}; pass one of them, as mesh[{names[-1]!r}]"
+            )
         group = group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"`{name}` must be a group that this process is in")
@@ -185,9 +196,9 @@ Attend = Callable[[Call], Tensor]
 
 def _ring(attend: Attend, group: Group, call: Call) -> Tensor:
     selection = call.selection
-    if selection and selection[2] is not None:
+    if selection and selection[2] is not None and selection[3] is not None:
         everyones = partial(_gathered, group._replace(order="contiguous"))
-        selection = (*selection[:2], *narrowed(*selection[2:], everyones))
+        selection = (*selection[:2], *narrowed(selection[2], selection[3], everyones))
     return attend(call._replace(selection=selection, words=(*call.words, f"ring={group.word}")))
 
 
@@ -199,8 +210,8 @@ def _ulysses(attend: Attend, group: Group, call: Call) -> Tensor:
     mask = None if mask is None else of_heads(mask, 1)
     sinks = None if call.sinks is None else of_heads(call.sinks, 0)
     selection = call.selection
-    if selection and selection[2] is not None:
-        selection = (*selection[:2], *(_gathered(group, a) for a in selection[2:]))
+    if selection:
+        selection = (*selection[:2], *(a if a is None else _gathered(group, a) for a in selection[2:]))
     place = (rank * (heads // n), 0, 0)
     o = attend(call._replace(x=x, mask=mask, selection=selection, sinks=sinks, place=place))
     return move("rows", group, o)[0]

@@ -5,6 +5,7 @@ dimension of the mesh share it as a group (`context.py`); along that of queries 
 module stand beneath the derivatives of the operators, so that DTensors have the same.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +19,13 @@ from torch_bridge.exchange import from_first, move, of_how
 from torch_bridge.groups import Group
 from torch_bridge.operators import library, ops
 from torch_bridge.options import HEADS_BEGIN, QUERIES_BEGIN, QUERY_LENGTHS, SEGMENTS, drawn, drops, problem_of, words_of
-from torch_bridge.signatures import BIASES, OPERATORS, gives_gradients, split
+from torch_bridge.signatures import BIASES, OPERATORS, gives_gradients, split, strides_by_length
 
 OF_KEYS = ("k", "v", "t_k", "t_v")
+KINDS: dict[tuple[Placement, ...], str | None] = {  # by the placements of queries and of keys
+    (Shard(0), Shard(0)): "batch", (Shard(1), Shard(1)): "heads", (Shard(2), Shard(2)): "sequence",
+    (Shard(2), Replicate()): "rows", (Replicate(), Replicate()): None,
+}  # fmt: skip
 AXES = {"batch": 0, "heads": 1, "sequence": 2, "rows": 2}
 MOVED = {"heads": (2, 1), "rows": (1, 2)}  # the axis that is sharded before and after such a move
 
@@ -31,32 +36,25 @@ MOVED = {"heads": (2, 1), "rows": (1, 2)}  # the axis that is sharded before and
 def _kinds(q: DTensor, k: DTensor) -> list[str | None]:
     """What each dimension of the mesh divides."""
     kinds: list[str | None] = []
-    for of_q, of_k in zip(q.placements, k.placements, strict=True):
-        pair = [p.dim if type(p) is Shard else "whole" if p.is_replicate() else None for p in (of_q, of_k)]
-        named = {(0, 0): "batch", (1, 1): "heads", (2, 2): "sequence", (2, "whole"): "rows", ("whole", "whole"): None}
-        if tuple(pair) not in named:
+    for pair in zip(q.placements, k.placements, strict=True):
+        if pair not in KINDS:
             raise ValueError(
                 "`query` and `key` must be sharded alike, by batch, heads or sequence, or `query` alone along its sequence: got "
                 f"{q.placements} and {k.placements}; call redistribute"
             )
-        kinds.append(named[tuple(pair)])
+        kinds.append(KINDS[pair])
     if sum(kind in ("sequence", "rows") for kind in kinds) > 1:
         raise ValueError(
             f"`query` must be sharded along its sequence by one dimension of the mesh: got {q.placements}; flatten these of it"
         )
-    for name, a, some in (("query", q, AXES), ("key", k, ("batch", "heads", "sequence"))):
-        for axis in (0, 1, 2):
-            n = _size(q.device_mesh, [kind if kind in some and AXES[kind] == axis else None for kind in kinds])
+    for name, a in (("query", q), ("key", k)):
+        for axis in range(3):
+            n = math.prod(a.device_mesh.size(d) for d, p in enumerate(a.placements) if p == Shard(axis))
             if a.shape[axis] % n:
-                raise ValueError(f"axis {axis} of `{name}` must be a multiple of its {n} processes: got {a.shape[axis]}")
+                raise ValueError(
+                    f"axis {axis} of `{name}` must be a multiple of the {n} processes that share it: got {a.shape[axis]}; pad it"
+                )
     return kinds
-
-
-def _size(mesh: DeviceMesh, kinds: Sequence[str | None]) -> int:
-    n = 1
-    for d, kind in enumerate(kinds):
-        n *= mesh.size(d) if kind is not None else 1
-    return n
 
 
 def _placement(kind: str | None, name: str, shape: Sequence[int]) -> Placement:
@@ -70,7 +68,7 @@ def _placement(kind: str | None, name: str, shape: Sequence[int]) -> Placement:
 
 
 def _of_result(kind: str | None, name: str, shape: Sequence[int]) -> Placement:
-    """A gradient of what several processes have whole is the sum of theirs."""
+    """The gradient of what several processes have whole is the sum of theirs."""
     placement = _placement(kind, name, shape)
     return Partial() if kind is not None and placement.is_replicate() else placement
 
@@ -79,13 +77,18 @@ def _group(mesh: DeviceMesh, d: int, order: Order = "contiguous") -> Group:
     return Group(mesh.get_group(d).group_name, mesh.size(d), mesh.get_local_rank(d), order)
 
 
+def _from_local(a: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Any, by_length: bool) -> DTensor:
+    stride = strides_by_length(shape) if by_length else torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(a, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 class _Layout:
     """Of one call."""
 
     def __init__(self, q: DTensor, k: DTensor):
         self.mesh, self.kinds = q.device_mesh, _kinds(q, k)
 
-    def begin(self, length: int, *kinds: str) -> tuple[int, int]:
+    def part(self, length: int, *kinds: str) -> tuple[int, int]:
         """Where this process's part of an axis begins that such dimensions divide, and its length."""
         first = 0
         for d, kind in enumerate(self.kinds):
@@ -95,72 +98,68 @@ class _Layout:
         return first, length
 
     def local(self, name: str, a: Any) -> Any:
-        if a is None or not isinstance(a, DTensor):
+        if not isinstance(a, DTensor):
             return a
-        wanted = tuple(_placement(kind, name, a.shape) for kind in self.kinds)
         if a.device_mesh != self.mesh:
             raise ValueError(f"`{name}` must be on the mesh of `query`: got {a.device_mesh} and {self.mesh}")
+        wanted = tuple(_placement(kind, name, a.shape) for kind in self.kinds)
         if a.placements != wanted:
-            moved = [p for p, w in zip(a.placements, wanted, strict=True) if p != w and not p.is_replicate()]
-            argument = dict(v="value", mask="attn_mask").get(name)
-            if moved and argument:
+            argument = dict(v="value", mask="attn_mask").get(name)  # what else may be elsewhere autograd made
+            to_be_moved = any(p != w and not p.is_replicate() for p, w in zip(a.placements, wanted, strict=True))
+            if argument is not None and to_be_moved:
                 raise ValueError(f"`{argument}` must be placed as {wanted}: got {a.placements}; redistribute it")
             a = a.redistribute(placements=wanted)
         return a.to_local()
 
-    def selection(self, selection: Tensor | None, queries: int, keys: int) -> Tensor | None:
+    def selection(self, selection: Tensor | None, heads: int, queries: int, keys: int) -> Tensor | None:
         """What of a whole one belongs to this process."""
         if selection is None:
             return None
-        head, of_queries, of_keys = selection.narrow(0, *self.begin(len(selection), "batch")).split([SEGMENTS, queries, keys], 1)
-        head, (first, length) = head.clone(), self.begin(queries, "rows")
+        of_batch = selection.narrow(0, *self.part(len(selection), "batch"))
+        head, of_queries, of_keys = of_batch.split([SEGMENTS, queries, keys], 1)
+        head, (first, length) = head.clone(), self.part(queries, "rows")
         if length < queries:
             head[:, QUERY_LENGTHS] = (head[:, QUERY_LENGTHS] - first).clamp(0, length)
             head[:, QUERIES_BEGIN] += first
-        of_queries = of_queries.narrow(1, *self.begin(queries, "rows", "sequence"))
-        return torch.cat([head, of_queries, of_keys.narrow(1, *self.begin(keys, "sequence"))], 1)
+        head[:, HEADS_BEGIN] += self.part(heads, "heads")[0]
+        of_queries = of_queries.narrow(1, *self.part(queries, "rows", "sequence"))
+        return torch.cat([head, of_queries, of_keys.narrow(1, *self.part(keys, "sequence"))], 1)
 
-    def given(self, name: str, shape: Sequence[int], a: Tensor) -> DTensor:
-        """A result, of that shape in all."""
+    def result(self, name: str, shape: Sequence[int], a: Tensor) -> DTensor:
+        """Of that shape in all."""
         placements = [_of_result(kind, name, shape) for kind in self.kinds]
-        b, heads, length, *rest = shape
-        by_length = (length * heads * rest[0], rest[0], heads * rest[0], 1) if rest else (heads * length, length, 1)
-        stride = torch.empty(shape, device="meta").stride() if name in BIASES else by_length
-        return DTensor.from_local(a, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        return _from_local(a, self.mesh, placements, shape, by_length=len(shape) == 4 and name not in BIASES)
 
 
 # ------------------------------------------------------------------------------------------------ the rules
 
 
+@torch.no_grad()
 def _compute(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> tuple[Any, ...]:
     """An operator of attention."""
     name = op._schema.name.split("::")[1]
     *_, (selection, is_causal, scale, options, *rest) = split(name, args)
     named = dict(zip(OPERATORS[name].tensors, args, strict=False))
-    q, k = named["q"], named["k"]
-    layout = _Layout(q, k)
-    heads, _ = layout.begin(q.shape[1], "heads")
-    first, length = layout.begin(q.shape[2], "rows")
-    selection = layout.selection(selection, q.shape[2], k.shape[2])
-    if heads and selection is not None:
-        selection[:, HEADS_BEGIN] += heads
-    if length < q.shape[2]:
+    q, k, v = named["q"], named["k"], named["v"]
+    layout, heads, queries, keys = _Layout(q, k), q.shape[1], q.shape[2], k.shape[2]
+    first, length = layout.part(queries, "rows")
+    if length < queries:
         problem, names = problem_of(is_causal, scale, options, q)
-        left, right = problem.reach(q.shape[2], k.shape[2])
+        left, right = problem.reach(queries, keys)
         window = None if left is None else left - first, None if right is None else right + first
-        options = " ".join((*words_of(window, False, problem.soft_cap, problem.dropout_rate), *sorted(names)))
-        is_causal = False
-    with torch.no_grad():
-        local = [layout.local(argument, a) for argument, a in named.items()]
-        results = getattr(ops, name)(*local, selection, is_causal, scale, options, *rest)
-    shape = q.shape[:3]
-    shapes: dict[str, Any] = dict(o=(*shape, named["v"].shape[3]), lse=shape)
-    shapes |= dict(t_o=shapes["o"], mu=shape)
+        words = *words_of(window, False, problem.soft_cap, problem.dropout_rate), *sorted(names)
+        is_causal, options = False, " ".join(words)
+    local = [layout.local(argument, a) for argument, a in named.items()]
+    selection = layout.selection(selection, heads, queries, keys)
+    results = getattr(ops, name)(*local, selection, is_causal, scale, options, *rest)
     if gives_gradients(name):
-        shapes = {result: named[result.removeprefix("t_")] for result in OPERATORS[name].results}
-        shapes = {result: None if a is None else a.shape for result, a in shapes.items()}
+        of_like = {result: named[result.removeprefix("t_")] for result in OPERATORS[name].results}
+        shapes: dict[str, Any] = {result: None if a is None else a.shape for result, a in of_like.items()}
+    else:
+        rows = q.shape[:3]
+        shapes = dict(o=(*rows, v.shape[3]), lse=rows, t_o=(*rows, v.shape[3]), mu=rows)
     pairs = zip(OPERATORS[name].results, results, strict=True)
-    return tuple(q.new_empty(0) if a.dim() == 1 else layout.given(result, shapes[result], a) for result, a in pairs)
+    return tuple(q.new_empty(0) if a.dim() == 1 else layout.result(result, shapes[result], a) for result, a in pairs)
 
 
 @torch.no_grad()
@@ -168,26 +167,13 @@ def _move(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any =
     *tensors, how = args
     kind, group = of_how(how)
     before, after = MOVED[kind]
-    local, placements = [], []
-    for a in tensors:
-        if a is None:
-            local.append(None)
-            continue
-        mesh = a.device_mesh
-        d = next(d for d in range(mesh.ndim) if mesh.get_group(d).group_name == group.name)
-        wanted = [Shard(before) if i == d else p for i, p in enumerate(a.placements)]
-        local.append(a.redistribute(placements=wanted).to_local())
-        placements.append([Shard(after) if i == d else p for i, p in enumerate(wanted)])
-    moved = move(kind, group, *local)
-    results, at = [], iter(placements)
-    for a, b in zip(tensors, moved, strict=True):
-        if a is None:
-            results.append(tensors[0].new_empty(0))
-            continue
-        batch, heads, length, channels = a.shape
-        stride = length * heads * channels, channels, heads * channels, 1
-        results.append(DTensor.from_local(b, a.device_mesh, next(at), run_check=False, shape=a.shape, stride=stride))
-    return tuple(results)
+    first, given = tensors[0], [a for a in tensors if a is not None]  # what is absent comes last
+    mesh = first.device_mesh
+    along = next(d for d in range(mesh.ndim) if mesh.get_group(d).group_name == group.name)
+    placed = lambda a, axis: [Shard(axis) if d == along else p for d, p in enumerate(a.placements)]
+    moved = move(kind, group, *(a.redistribute(placements=placed(a, before)).to_local() for a in given))
+    results = [_from_local(b, mesh, placed(a, after), a.shape, True) for a, b in zip(given, moved, strict=True)]
+    return *results, *(first.new_empty(0) for _ in tensors[len(given) :])
 
 
 for _name in OPERATORS:
@@ -212,7 +198,7 @@ class Distributed(NamedTuple):
         return keys
 
     def attend(self, attend: Attend, mask_name: str, call: Call) -> Tensor:
-        q, k = map(innermost, call.x[:2])
+        q, k = _dtensor(call.x[0]), _dtensor(call.x[1])
         mesh, layout = q.device_mesh, _Layout(q, k)
         call = call._replace(selection=[a.full_tensor() if isinstance(a, DTensor) else a for a in call.selection])
         if drops(call.words):
@@ -221,29 +207,32 @@ class Distributed(NamedTuple):
                 seed = from_first(_group(mesh, d), seed)
             call = call._replace(seed=seed)
         if "rows" in layout.kinds and self.order != "contiguous":
-            raise ValueError("`context_order`='zigzag' needs `key` sharded along its sequence, as `query` is: got it whole")
+            raise ValueError(
+                "`context_order`='zigzag' needs `key` sharded along its sequence, as `query` is: got it whole"
+            )
         if "sequence" not in layout.kinds:
             return attend(call)
-        d = layout.kinds.index("sequence")
-        group = _group(mesh, d, self.order)
         if self.strategy == "all_gather":
-            raise ValueError("`context_strategy`='all_gather' is for plain tensors: redistribute `key` and `value` to Replicate()")
-        _, heads = layout.begin(k.shape[1], "heads")
+            raise ValueError(
+                "`context_strategy`='all_gather' is for plain tensors: redistribute `key` and `value` to Replicate()"
+            )
+        group = _group(mesh, along := layout.kinds.index("sequence"), self.order)
         # a mask that is cut along queries or keys
-        by_row = [] if call.mask is None or innermost(call.mask).placements[d].is_replicate() else [mask_name]
-        if "heads" in layout.kinds[d:]:  # which heads a process had would not be what placements say
+        hinders = [] if call.mask is None or _dtensor(call.mask).placements[along].is_replicate() else [mask_name]
+        if "heads" in layout.kinds[along:]:  # which heads a process had would not be what placements say
+            hinders = ["query"]
             if self.strategy == "ulysses":
                 raise ValueError(
-                    "`context_strategy`='ulysses' needs the dimension of the mesh along the sequence behind that along heads: got "
-                    f"{q.placements}; order the mesh so, or ask for 'ring'"
+                    "`context_strategy`='ulysses' needs the dimension of the mesh along the sequence behind that along heads: "
+                    f"got {q.placements}; order the mesh so, or ask for 'ring'"
                 )
-            by_row = ["query"]
-        if strategy_of(self.strategy, group.size, heads, by_row, ("context_strategy", "the mesh")) == "ring":
+        _, heads = layout.part(k.shape[1], "heads")
+        if strategy_of(self.strategy, group.size, heads, hinders, ("context_strategy", "the mesh")) == "ring":
             return attend(call._replace(words=(*call.words, f"ring={group.word}")))
         return move("rows", group, attend(call._replace(x=move("heads", group, *call.x))))[0]
 
 
-def innermost(a: Tensor) -> Tensor:
+def _dtensor(a: Tensor) -> Any:
     """Beneath levels of torch.func, of which a compiler does not tell."""
     while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(a):
         a = torch._C._functorch.get_unwrapped(a)
@@ -251,4 +240,4 @@ def innermost(a: Tensor) -> Tensor:
 
 
 def is_dtensor(a: Any) -> bool:
-    return isinstance(a, Tensor) and isinstance(innermost(a), DTensor)
+    return isinstance(a, Tensor) and isinstance(_dtensor(a), DTensor)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_bridge.groups import Group, agree, all_gather
 from torch_bridge.operators import filled, library, ops, outside_dynamo
 from torch_bridge.rules import _allow_single_level, _single_level, _SingleLevelFunction, _unpack
-from torch_bridge.signatures import by_length
+from torch_bridge.signatures import by_length, strides_by_length
 
 WIDTH = 6
 TRANSPOSED = {"heads": "rows", "rows": "heads", "gather": "sum", "sum": "gather"}
@@ -65,7 +65,9 @@ def _move(*args: Any) -> tuple[Tensor, ...]:
     like = next(a for a in tensors if a is not None)
     agree(group, how, tensors)
     under_way = [None if a is None else _start(kind, group, a) for a in tensors]
-    results = [None if step is None else _finish(kind, group, a, *step) for a, step in zip(tensors, under_way, strict=True)]
+    results = [
+        None if step is None else _finish(kind, group, a, *step) for a, step in zip(tensors, under_way, strict=True)
+    ]
     return filled(results, like)
 
 
@@ -96,8 +98,8 @@ def _finish(kind: str, group: Group, a: Tensor, got: Tensor, sent: Tensor, work:
         got = group.joined(got.movedim(0, 1), 1)
     got = got.contiguous()
     b, length, heads, channels = got.shape
-    shape, strides = (b, heads, length, channels), (length * heads * channels, channels, heads * channels, 1)
-    return got.new_empty(0).set_(got.untyped_storage(), got.storage_offset(), shape, strides)
+    shape = b, heads, length, channels
+    return got.new_empty(0).set_(got.untyped_storage(), got.storage_offset(), shape, strides_by_length(shape))
 
 
 def _bytes(a: Tensor) -> Tensor:
@@ -136,15 +138,13 @@ def _rule(*args: Any) -> tuple[Tensor, ...]:
         before = _single_level()
         _allow_single_level(True)
         try:
-            moved = _Moved.apply(how, moved, *both)
+            moved = _Moved.apply(how, moved, *both)  # type: ignore[attr-defined]
         finally:
             _allow_single_level(before)
-    moved = iter(moved)
-    primals = [a if a is None else next(moved) for a in primals]
-    tangents = [a if a is None else next(moved) for a in tangents]
-    pairs = zip(primals, tangents, strict=True)
-    results = [p if t is None else torch._VF._make_dual(p, t, level=0) for p, t in pairs]
-    return filled(results, tensors[0])
+    results = iter(moved)
+    moved_primals, moved_tangents = ([a if a is None else next(results) for a in some] for some in (primals, tangents))
+    pairs: Any = zip(moved_primals, moved_tangents, strict=True)
+    return filled([p if t is None else torch._VF._make_dual(p, t, level=0) for p, t in pairs], tensors[0])
 
 
 def _fold(info: Any, in_dims: Sequence[Any], *args: Any):

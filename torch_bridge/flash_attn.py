@@ -39,8 +39,14 @@ def flash_attn_func(
     if isinstance(bias, CausalBias):
         if causal:
             raise ValueError("`causal` must not be given together with a `bias` that is a CausalBias: leave it out")
-        causal, options, bias = True, options_of(0.0, alignment_of("bias", bias, q, k, context=context), None, None), None
-    return attend(q, k, v, bias, causal, softmax_scale, True, options, context=context, mask_name="bias").transpose(1, 2)
+        causal, options, bias = (
+            True,
+            options_of(0.0, alignment_of("bias", bias, q, k, context=context), None, None),
+            None,
+        )
+    return attend(q, k, v, bias, causal, softmax_scale, True, options, context=context, mask_name="bias").transpose(
+        1, 2
+    )
 
 
 def flash_attn_qkvpacked_func(

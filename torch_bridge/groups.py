@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jax_flash_jvp.context import Order, chunks_of
 
+
 class Group(NamedTuple):
     name: str
     size: int

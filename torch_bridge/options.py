@@ -5,8 +5,8 @@ counts in the selection, ring=GROUP where tensors are parts of a sequence (`ring
 which says nothing to them: PyTorch keeps compiled programs on disk, gradients included, by the names and arguments of their
 operators, and would use those of another version of this package.
 
-A selection is int32 [B, 7 + T + S]: the lengths of queries and keys, a seed of two numbers and three places, see `problem.py`, and
-the segments of queries and keys.  In a ring, lengths are of the whole sequence, and places, of queries and keys, zero.
+A selection is int32 [B, 7 + T + S]: the lengths of queries and keys, a seed of two numbers and three places, see `problem.py`,
+and the segments of queries and keys.  In a ring, lengths are of the whole sequence, and places, of queries and keys, zero.
 """
 
 import functools
@@ -21,10 +21,16 @@ from jax_flash_jvp.problem import SELECTORS, Operands, Precision, Problem
 from torch_bridge.plans import precision_of
 from torch_bridge.reference import Case
 
-QUERY_LENGTHS, KEY_LENGTHS, SEED, HEADS_BEGIN, QUERIES_BEGIN, KEYS_BEGIN, SEGMENTS = 0, 1, 2, 4, 5, 6, 7  # in a selection
-THIRD = (
-    "a third derivative of attention in a ring, which has two: pass `context_strategy`='ulysses' or 'all_gather', which have all"
-)
+QUERY_LENGTHS, KEY_LENGTHS, SEED, HEADS_BEGIN, QUERIES_BEGIN, KEYS_BEGIN, SEGMENTS = (
+    0,
+    1,
+    2,
+    4,
+    5,
+    6,
+    7,
+)  # columns of it
+THIRD = "a third derivative of attention in a ring, which has two: pass `context_strategy`='ulysses' or 'all_gather'"
 LARGEST = 2**31 - 1
 NARROW = (torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint8)  # fit int32
 SELECTED = (*SELECTORS, "seed")  # what a selection holds

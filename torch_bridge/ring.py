@@ -81,7 +81,9 @@ class _Call:
         )
         self.steps = [step for step in range(n) if any(self.plan.blocks(device, step) for device in range(n))] or [0]
         self.words = (*words_of(None, False, problem.soft_cap, problem.dropout_rate), *sorted(self.names), "partial")
-        self.mask_travels = self.mask is not None and self.mask.shape[ROWS] == 1 and self.mask.shape[COLUMNS] == self.keys > 1
+        self.mask_travels = (
+            self.mask is not None and self.mask.shape[ROWS] == 1 and self.mask.shape[COLUMNS] == self.keys > 1
+        )
         # the gradient of a mask that is the same for all keys is no sum over parts
         self.same_for_keys = self.mask is not None and self.mask.shape[COLUMNS] == 1
         if self.want is not None:
@@ -109,7 +111,7 @@ class _Call:
         travelling = [None if a is None else a.transpose(1, 2).contiguous() for a in given]
         if self.mask_travels:
             travelling += [None if a is None else a.contiguous() for a in map(self.tensors.get, BIASES)]
-        if "key_segments" in self.names:
+        if self.selection is not None and "key_segments" in self.names:
             travelling.append(self.selection[:, SEGMENTS + self.queries :].contiguous())
         return [a for a in travelling if a is not None]
 
@@ -137,7 +139,7 @@ class _Part:
         """Of the operator."""
         call, travelling = self.call, iter(columns)
         keys = {name: next(travelling).transpose(1, 2) for name in OF_KEYS if call.tensors.get(name) is not None}
-        masks = {name: call.tensors.get(name) for name in BIASES}
+        masks: dict[str, Any] = {name: call.tensors.get(name) for name in BIASES}
         if call.mask_travels:
             masks = {name: a if a is None else next(travelling) for name, a in masks.items()}
         args: list[Any] = []
@@ -181,7 +183,8 @@ class _Results:
     """What the parts add up to."""
 
     def __init__(self, call: _Call):
-        self.call, self.sums = call, {}
+        self.call = call
+        self.sums: dict[str, Tensor] = {}
         self.names = OPERATORS["forward_dual" if call.name == "tangent" else call.name].results
         self.wanted = [name for name, w in zip(self.names, call.want or [True] * len(self.names), strict=True) if w]
         of_keys = (*OF_KEYS, *(BIASES if call.mask_travels else ()))
@@ -197,12 +200,11 @@ class _Results:
                 d = given[cotangent].masked_fill(given["lse"] == -torch.inf, 0)
                 self.sums[name] = d[..., None].sum_to_size(given["mask"].shape)
 
-    def add(self, part: _Part, results: Sequence[Tensor | None]) -> None:
-        named = zip(self.names, results, strict=True)
+    def add(self, part: _Part, results: Sequence[Any]) -> None:
         if self.call.want is None:
-            self._merge(part, dict(named))
+            self._merge(part, dict(zip(self.names, results, strict=True)))
             return
-        for (name, a), wanted in zip(named, self.call.want_of_parts, strict=True):
+        for name, a, wanted in zip(self.names, results, self.call.want_of_parts, strict=True):
             if not wanted:
                 continue
             if name in BIASES:

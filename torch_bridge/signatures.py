@@ -82,9 +82,12 @@ def wants_bias(name: str, want: Sequence[bool]) -> bool:
 
 def by_length(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised, in the memory order [B, T, N, D]: as the kernels write it.  No view, which autograd lets nobody change."""
+    return like.new_empty_strided(shape, strides_by_length(shape), dtype=dtype or like.dtype)
+
+
+def strides_by_length(shape: Sequence[int]) -> tuple[int, ...]:
     _, heads, length, channels = shape
-    strides = length * heads * channels, channels, heads * channels, 1
-    return like.new_empty_strided(shape, strides, dtype=dtype or like.dtype)
+    return length * heads * channels, channels, heads * channels, 1
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

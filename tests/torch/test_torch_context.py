@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 import torch_group  # noqa: E402
+import torch_group_programs as programs  # noqa: E402
 from torch_bridge import context_parallel, reorder_zigzag, restore_zigzag, zigzag_positions  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
@@ -23,7 +24,8 @@ MOST = [
 
 def test_two_processes(tmp_path):
     """The most telling cases, what is launched, and errors that name argument and remedy, by the same two processes."""
-    assert torch_group.spawn(torch_group.all_of, 2, tmp_path, [("cases", MOST), ("launches",), ("errors",)]) == []
+    parts = [(torch_group.cases, MOST), (programs.launches,), (programs.errors,)]
+    assert torch_group.spawn(torch_group.all_of, 2, tmp_path, parts) == []
 
 
 @pytest.mark.thorough
@@ -44,24 +46,24 @@ def test_every_dtype(tmp_path, dtype):
 @pytest.mark.parametrize("n", [2, 4])
 def test_models(tmp_path, n):
     """DDP, FSDP2 and compiled, with the JVP in the step."""
-    assert torch_group.spawn(torch_group.models, n, tmp_path) == []
+    assert torch_group.spawn(programs.models, n, tmp_path) == []
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("n", [2, 4])
 def test_dtensors(tmp_path, n):
-    assert torch_group.spawn(torch_group.dtensors, n, tmp_path) == []
+    assert torch_group.spawn(programs.dtensors, n, tmp_path) == []
 
 
 @pytest.mark.thorough
 def test_compiled(tmp_path):
-    assert torch_group.spawn(torch_group.compiled, 2, tmp_path) == []
+    assert torch_group.spawn(programs.compiled, 2, tmp_path) == []
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path):
     """Nobody kills them: whoever waits for the one that is gone gets an error."""
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=torch_group.failing, args=(rank, 2, tmp_path)) for rank in range(2)]
+    processes = [spawn.Process(target=programs.failing, args=(rank, 2, tmp_path)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
