@@ -29,7 +29,7 @@ class Group(NamedTuple):
         order, _, name = word.partition(":")
         name = urllib.parse.unquote(name)
         process_group = _process_group(name)
-        return Group(name, process_group.size(), process_group.rank(), order)
+        return Group(name, process_group.size(), process_group.rank(), order)  # type: ignore[arg-type]
 
     @property
     def process_group(self) -> Any:
@@ -70,7 +70,8 @@ def _permuted(a: Tensor, axis: int, chunks: list[int]) -> Tensor:
 
 
 def _process_group(name: str) -> Any:
-    return torch._C._distributed_c10d._resolve_process_group(name)  # private: what functional collectives do
+    # private: what functional collectives do
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def all_gather(group: Group, result: Tensor, a: Tensor, **options: Any) -> Any:
