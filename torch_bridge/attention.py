@@ -105,7 +105,7 @@ def scaled_dot_product_attention(
       context_group, context_strategy, context_order: who shares the sequences, and how, as :func:`context_parallel` says, whose
         open context they take the place of.  Tensors are this process's parts then: L and S count its own queries and keys.
         Segment ids are cut alike; lengths and windows are those of the whole sequence; `attn_mask` has this process's queries
-        and all keys, or one row for its keys.  All drop what the first process of the group draws.  Of DTensors, placements say
+        and all keys in the order of the sequence, or one row for its keys.  All drop what the first process of the group draws.  Of DTensors, placements say
         who shares what, and shapes are those of whole tensors.
 
     Returns:

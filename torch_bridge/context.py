@@ -260,13 +260,13 @@ def _gathered(group: Group, ids: Tensor) -> Tensor:
 
 
 def _of_all_keys(group: Group, call: Call) -> Tensor | None:
-    """A mask with all keys, in the order of the sequence."""
+    """A mask with all keys."""
     mask, keys = call.mask, call.x[1].shape[2]
     if mask is None or mask.shape[3] == 1:
         return mask
     if mask.shape[3] == keys:
         return move("gather", group, mask.transpose(2, 3))[0].transpose(2, 3)
-    return group.joined(mask.unflatten(3, (group.size, -1)), 3) if group.order == "zigzag" else mask
+    return mask
 
 
 # ------------------------------------------------------------------------------------------------ the order

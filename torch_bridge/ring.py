@@ -150,20 +150,24 @@ class _Part:
             elif name in OF_KEYS:
                 args.append(keys[name][:, :, self.columns])
             elif name in BIASES:
-                args.append(masks[name][(..., *self.of_mask())])
+                pieces = [masks[name][..., rows, columns] for rows, columns, _ in self.of_mask()]
+                args.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, COLUMNS))
             else:
                 args.append(a[:, :, self.rows])
         selection = None if call.selection is None else self._selected(call.selection, next(travelling, None))
         options = " ".join((*words_of(self.window, False, None, 0.0), *call.words))
         return [*args, selection, False, call.scale, options, *([] if call.want is None else [call.want_of_parts])]
 
-    def of_mask(self) -> tuple[slice, slice]:
-        """What of the last two axes of a mask, and of its gradient, belongs to this."""
-        rows, columns, keys = self.rows, self.columns, self.call.keys
-        if not self.call.mask_travels:
-            columns = slice(columns.start + self.owner * keys, columns.stop + self.owner * keys)
+    def of_mask(self) -> list[tuple[slice, slice, slice]]:
+        """What of the last two axes of a mask, and of its gradient, belongs to this, and which of the keys here that is."""
         *_, n_rows, n_columns = self.call.mask.shape
-        return slice(None) if n_rows == 1 else rows, slice(None) if n_columns == 1 else columns
+        rows, every = slice(None) if n_rows == 1 else self.rows, slice(None)
+        if n_columns == 1:
+            return [(rows, every, every)]
+        if self.call.mask_travels:
+            return [(rows, self.columns, every)]
+        size, begin = self.columns_size, self.columns_begin  # in the order of the sequence
+        return [(rows, slice(at, at + size), slice(i * size, (i + 1) * size)) for i, at in enumerate(begin)]
 
     def _selected(self, selection: Tensor, key_segments: Tensor | None) -> Tensor:
         head = selection[:, :SEGMENTS].clone()
@@ -207,14 +211,13 @@ class _Results:
         for name, a, wanted in zip(self.names, results, self.call.want_of_parts, strict=True):
             if not wanted:
                 continue
-            if name in BIASES:
-                at: tuple = (..., *part.of_mask())
-            else:
-                at = (slice(None), slice(None), part.columns if name in self.travelling else part.rows)
             if name not in self.sums and a.shape == self._shape(name):
                 self.sums[name] = a
+            elif name in BIASES:
+                for rows, columns, here in part.of_mask():
+                    self._sum(name)[..., rows, columns].add_(a[..., here])
             else:
-                self._sum(name)[at].add_(a)
+                self._sum(name)[:, :, part.columns if name in self.travelling else part.rows].add_(a)
 
     def _merge(self, part: _Part, got: dict[str, Tensor]) -> None:
         if self.sums:

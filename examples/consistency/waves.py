@@ -11,6 +11,12 @@ def position_waves(side: int, width: int) -> np.ndarray:
     return np.concatenate([rows, columns], axis=1).astype(np.float32)
 
 
+def time_waves(frames: int, width: int) -> np.ndarray:
+    """[frames, width]: sines and cosines of the number of the frame, likewise, at other phases than those of places."""
+    angles = 1 + np.arange(frames)[:, None] * np.geomspace(1, 1e-4, width // 2)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
 def time_frequencies(count: int) -> np.ndarray:
     """Low ones only: the derivative in time, which these methods train on, grows with the highest one.
 

@@ -89,8 +89,7 @@ class Part:
     def mask(self, a):
         if a.shape[-2] == 1:
             return a if a.shape[-1] == 1 else self.cut(a, a.ndim - 1)
-        a = self.cut(a, a.ndim - 2)
-        return a if a.shape[-1] == 1 or self.order == "contiguous" else reorder_zigzag(a, self.n, a.ndim - 1)
+        return self.cut(a, a.ndim - 2)
 
     def argument(self, name, a):
         if name == "attn_mask":
