@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Never
 
@@ -29,7 +30,7 @@ from jax_flash_jvp.problem import (
 )
 from torch_bridge import rules
 from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor
-from torch_bridge.context import Call, Context, current, distributed
+from torch_bridge.context import Call, Context, current, of_open
 from torch_bridge.operators import ops
 from torch_bridge.options import CODE, select, words_of
 
@@ -105,8 +106,8 @@ def scaled_dot_product_attention(
       context_group, context_strategy, context_order: who shares the sequences, and how, as :func:`context_parallel` says, whose
         open context they take the place of.  Tensors are this process's parts then: L and S count its own queries and keys.
         Segment ids are cut alike; lengths and windows are those of the whole sequence; `attn_mask` has this process's queries
-        and all keys in the order of the sequence, or one row for its keys.  All drop what the first process of the group draws.  Of DTensors, placements say
-        who shares what, and shapes are those of whole tensors.
+        and all keys in the order of the sequence, or one row for its keys.  All drop what the first process of the group draws.
+        Of DTensors, placements say who shares what, and shapes are those of whole tensors.
 
     Returns:
       [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev].  Scores and sums are accumulated
@@ -139,9 +140,7 @@ def scaled_dot_product_attention(
             logits_soft_cap=logits_soft_cap, sinks=sinks, context_group=context_group, context_strategy=context_strategy,
             context_order=context_order,
         )  # fmt: skip
-    context: Any = distributed(query, context_group, context_strategy, context_order)
-    if context is None:
-        context = current(context_group, context_strategy, context_order)
+    context = context_of_call(query, context_group, context_strategy, context_order)
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     if is_causal and attn_mask is not None:
@@ -169,6 +168,20 @@ def scaled_dot_product_attention(
     else:
         selection = ()
     return attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context)
+
+
+def context_of_call(query: Any, group: Any = None, strategy: Any = None, order: Any = None) -> Any:
+    """Who shares the sequences of a call; None: nobody."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch_bridge.dtensor import Distributed, is_dtensor
+
+        if is_dtensor(query):
+            if group is None:
+                return Distributed(*of_open(strategy, order))
+            raise ValueError(
+                "`context_group` is for plain tensors: the placements of a DTensor say who shares its sequence"
+            )
+    return current(group, strategy, order)
 
 
 def overriding(mask):

@@ -6,7 +6,6 @@ its derivatives (`ring.py`), of which the operators learn by a word of their opt
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -113,36 +112,23 @@ def current(group: Any, strategy: Any, order: Any) -> Context | None:
             raise ValueError(
                 f"`{name}` says how a group shares a sequence: pass `context_group`, or open `context_parallel`"
             )
-        strategy, order = strategy or context.strategy, order or context.group.order
-        context = Context(
-            context.group._replace(order=_checked("context_order", order)), _strategy("context_strategy", strategy)
-        )
+        strategy, order = of_open(strategy, order)
+        context = Context(context.group._replace(order=order), strategy)
     return None if context is None or context.group.size == 1 else context
 
 
-def distributed(query: Any, group: Any, strategy: Any, order: Any) -> Any:
-    """The context of DTensors, whose placements say who shares what; None of other tensors."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return None
-    from torch_bridge.dtensor import Distributed, is_dtensor
-
-    if not is_dtensor(query):
-        return None
-    if group is not None:
-        raise ValueError(
-            "`context_group` is for plain tensors: the placements of a DTensor say who shares its sequence"
-        )
-    outer = _open[0]
-    if outer is not None:
-        strategy, order = strategy or outer.strategy, order or outer.group.order
-    return Distributed(_strategy("context_strategy", strategy), _checked("context_order", order or "contiguous"))
+def of_open(strategy: Any, order: Any) -> tuple[Strategy | None, Order]:
+    """How a sequence is shared by those who are known otherwise: as asked, else as the open context says."""
+    context = _open[0]
+    if context is not None:
+        strategy, order = strategy or context.strategy, order or context.group.order
+    return _strategy("context_strategy", strategy), _checked("context_order", order or "contiguous")
 
 
 def context_of(name: str, group: Any, strategy: Any, order: Any) -> Context:
     prefix = name.removesuffix("group")
-    return Context(
-        _group(name, group)._replace(order=_checked(f"{prefix}order", order)), _strategy(f"{prefix}strategy", strategy)
-    )
+    order = _checked(f"{prefix}order", order)
+    return Context(_group(name, group)._replace(order=order), _strategy(f"{prefix}strategy", strategy))
 
 
 def _strategy(name: str, strategy: Any) -> Strategy | None:

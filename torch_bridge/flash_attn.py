@@ -4,9 +4,8 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function, has_torch_function
 
-from torch_bridge.attention import alignment_of, attend, options_of, overriding
+from torch_bridge.attention import alignment_of, attend, context_of_call, options_of, overriding
 from torch_bridge.checks import check_flag, check_number, check_tensor
-from torch_bridge.context import current, distributed
 
 
 def flash_attn_func(
@@ -28,7 +27,7 @@ def flash_attn_func(
         check_tensor(name, a)
         if a.dim() != 4:
             raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
-    context = distributed(q, None, None, None) or current(None, None, None)
+    context = context_of_call(q)
     check_flag("causal", causal)
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale)
