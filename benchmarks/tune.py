@@ -1,237 +1,240 @@
-"""Measures candidate tiles of the portable kernels on the GPU at hand, for `jax_flash_jvp/kernels/portable/tiles.py`.
+"""Looks for better rows of the tables of tiles and rings on the GPU at hand, and prints them as the tables have them.
 
-Compiles all candidates in parallel first, checks each against float64 on two heads, then times them in turn.  Needs torch.
+    python benchmarks/tune.py --jobs forward --head-dims 64                        # both families, or the one that runs here
+    python benchmarks/tune.py --family hopper --jobs key_side query_side --lengths 256 2048 8192 --features none causal
+    python benchmarks/tune.py --family portable --jobs forward_dual --head-dims 128 --dtype float32 --precision tf32
 
-    python benchmarks/tune.py --jobs forward forward_dual --head-dims 64 128 --length 8192
+For each row, all candidates that fit are compiled in parallel, each by a run of its own, and dropped if they spill more than
+`--spill` bytes and more than the present row.  A candidate whose results differ from the present row's is reported and not timed:
+run `pytest -m gpu` first, which compares those with float64.  The others take turns in CUDA graphs, once quickly, then the
+fastest once more.  A row serves all `--lengths` and `--features`: what counts is the geometric mean of the ratios to the time of
+the present row, which stays unless another gains `--gain`.
+
+Each line goes into the table that is named above it, and what was found into `docs/dev/tuning-log.md`.
 """
 
 import argparse
-import csv
+import datetime
+import functools
 import itertools
+import math
 import multiprocessing
-import statistics
-import time
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from jax_flash_jvp.kernels.portable import jobs
-from jax_flash_jvp.kernels.portable.tiles import Tile
+import torch_calls
+from jax_flash_jvp.kernels import jobs
+from jax_flash_jvp.kernels.hopper import backward as hopper_backward
+from jax_flash_jvp.kernels.hopper import forward as hopper_forward
+from jax_flash_jvp.kernels.portable import backward, bias, forward
 from jax_flash_jvp.problem import Operands, Problem
+from measure import FEATURES, Case, add_timing_options, in_turns, parse
+from proposals import FAMILIES, KERNELS
 from torch_bridge.launch import TorchLauncher
 
-PRODUCTS = dict(
-    forward=2,
-    forward_dual=6,
-    key_side=4,
-    query_side=3,
-    key_side_dual=12,
-    # above 64 channels the key side is two launches: `value_side_dual` and `key_side_dual` of the tables
-    key_v=5,
-    key_k=9,
-    query_side_dual=9,
-)
+TUNED = (  # kernels that tiles and rings are for
+    forward.forward, backward.query_side, backward.key_side, bias.score_side, hopper_forward.forward, hopper_backward.backward,
+)  # fmt: skip
 HEADS = {64: 32, 128: 24}
+# how far results of two candidates may be apart, where each is right
+TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-3}
 
 
-def candidates(job: str, head_dim: int) -> Iterator[Tile]:
-    """(block_m, block_n, warps, stages)"""
-    small = head_dim <= 96
-    spans = {
-        "forward": [(128, 128), (128, 64), (64, 64), (64, 128)] + ([] if small else [(128, 32)]),
-        "forward_dual": [(128, 128), (128, 64), (64, 64), (64, 128)]
-        if small
-        else [(128, 64), (128, 32), (64, 64), (64, 32)],
-        "key_side": [(64, 128), (128, 128), (64, 64), (32, 128)]
-        if small
-        else [(64, 128), (32, 128), (64, 64), (32, 64)],
-        "query_side": [(128, 128), (128, 64), (64, 64), (128, 32)]
-        if small
-        else [(128, 64), (128, 32), (64, 64), (64, 32)],
-        "key_side_dual": [(32, 64), (32, 128), (64, 64)],
-        "key_v": [(64, 128), (32, 128), (64, 64)],
-        "key_k": [(64, 128), (32, 128), (64, 64), (32, 64)],
-        "query_side_dual": [(128, 64), (64, 64), (128, 32), (64, 32)],
-    }[job]
-    for bm, bn in spans:
-        rows = max(bm, bn) if "side" in job or "key" in job else bm
-        for warps, stages in itertools.product((4, 8), (2, 3, 4)):
-            if (warps == 8) != (rows >= 128) and not (rows >= 128 and warps == 4 and small and job == "forward"):
-                continue
-            yield Tile(bm, bn, warps, stages)
+class Shape(NamedTuple):
+    """What a job is timed on."""
+
+    case: Case
+    family: str
+    job: str  # of KERNELS
+    precision: str
+    target: int
+
+    @property
+    def row(self) -> Any:
+        return FAMILIES[self.family](self.job, self.case.head_dim, self.case.dtype, self.precision, self.target)
 
 
-class Case:
-    """One job at one head dim, on random data."""
+def prepared(shape: Shape) -> Callable[[], list[torch.Tensor]]:
+    """The job, without arguments: its results."""
+    case = shape.case
+    q, k, v, tq, tk, tv, g, h = (a.transpose(1, 2).contiguous() for a in torch_calls.draw(case))
+    arrays, device = torch_calls.extra(case), q.device
+    x, tx = Operands(q, k, v), Operands(tq, tk, tv)
+    if case.feature == "bias":
+        x, tx = (a._replace(bias=arrays["attn_mask"]) for a in (x, tx))
+    elif case.feature == "mask":
+        x = x._replace(mask=arrays["attn_mask"])
+    elif case.feature == "padding":
+        x = x._replace(key_lengths=torch.full((case.batch,), 3 * case.length // 4, dtype=torch.int32, device=device))
+    problem = Problem(
+        scale=case.head_dim**-0.5, is_causal=case.feature == "causal", precision=shape.precision,
+        implementation=shape.family,
+    )  # fmt: skip
+    launcher, kernel = TorchLauncher(device), shape.row.kernel
+    want, none = tuple(name in kernel.wanted for name in "qkvb"), (False,) * 4
+    tx = tx if kernel.tangents else Operands(None, None, None)
+    o, log_sum_exp, t_o, mu = jobs.forward(launcher, problem, x, tx) if kernel.wanted else (None,) * 4
+    y, cy, along = (o, log_sum_exp), (g, None), (tx, (t_o, mu), (h, None))
 
-    def __init__(self, job: str, head_dim: int, length: int, causal: bool, dtype: torch.dtype = torch.bfloat16):
-        torch.manual_seed(0)
-        heads = HEADS.get(head_dim, 24)
-        shape = (1, length, heads, head_dim)
-        self.job, self.head_dim, self.length, self.causal, self.heads = job, head_dim, length, causal, heads
-        draw = lambda: torch.randn(shape, device="cuda", dtype=dtype)
-        self.x, self.tx = Operands(draw(), draw(), draw()), Operands(draw(), draw(), draw())
-        self.d_o, self.t_d_o = draw().contiguous(), draw().contiguous()
-        self.problem = Problem(scale=head_dim**-0.5, is_causal=causal)
-        self.launcher = TorchLauncher(self.x.query.device)
-        self.y = self.ty = None
+    def run() -> list[torch.Tensor]:
+        launcher.launched.clear()  # it would keep all results
+        if not kernel.wanted:
+            found = jobs.forward(launcher, problem, x, tx)[::2]
+        elif not kernel.tangents:
+            found = jobs.backward(launcher, problem, x, y, cy, want)
+        else:
+            both = jobs.backward_dual(launcher, problem, x, y, cy, along, want if kernel.gradients else none, want)
+            found = [*both[0], *both[1]]
+        return [a for a in found if a is not None]
 
-    def prepare(self) -> None:
-        o, lse, t_o, mu = self._with(
-            Tile(64, 32, 4, 2), lambda: jobs.forward(self.launcher, self.problem, self.x, self.tx)
-        )
-        self.y, self.ty = (o, lse), (t_o, mu)
-        call = jobs.PortableCall(self.launcher, self.problem, self.x)
-        self.rows = jobs.statistics(call, self.y, (self.d_o, None), self.ty, (self.t_d_o, None), True)
-
-    def _with(self, tile: Tile, call):
-        original = jobs.tile
-        jobs.tile = lambda *_: tile
-        try:
-            return call()
-        finally:
-            jobs.tile = original
-
-    def run(self, tile: Tile):
-        return self._with(tile, self._run)
-
-    def _run(self):
-        launcher, problem, x, tx = self.launcher, self.problem, self.x, self.tx
-        if self.job == "forward":
-            return jobs.forward(launcher, problem, x)[:1]
-        if self.job == "forward_dual":
-            return jobs.forward(launcher, problem, x, tx)[::2]
-        none = (False,) * 4
-        want, want_t = {
-            "key_side": ((False, True, True, False), none),
-            "query_side": ((True, False, False, False), none),
-            "key_side_dual": ((False, True, True, False),) * 2,
-            "key_v": ((False, False, True, False),) * 2,
-            "key_k": ((False, True, False, False),) * 2,
-            "query_side_dual": ((True, False, False, False),) * 2,
-        }[self.job]
-        original = jobs.statistics
-        jobs.statistics = lambda *_: self.rows
-        try:
-            dual = any(want_t)
-            tangents = (tx, self.ty, (self.t_d_o, None)) if dual else (jobs.NO_TANGENT, (None, None), (None, None))
-            call = jobs.PortableCall(launcher, problem, x)
-            a, b = jobs._backward(call, self.y, (self.d_o, None), *tangents, want, want_t)
-        finally:
-            jobs.statistics = original
-        return [g for g in (*a, *b) if g is not None]
-
-    def expected(self):
-        """The same in float64, for the first and the last head."""
-        if not hasattr(self, "_expected"):
-            self._expected = [self._dense(h) for h in (0, self.heads - 1)]
-        return self._expected
-
-    def _dense(self, h):
-        q, k, v, tq, tk, tv, g, tg = (a[0, :, h].double() for a in (*self.x[:3], *self.tx[:3], self.d_o, self.t_d_o))
-        scale = self.problem.scale
-        s = scale * q @ k.T
-        if self.causal:
-            s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
-        p = s.softmax(-1)
-        del s
-        o = p @ v
-        if self.job == "forward":
-            return [o]
-        if self.job in ("key_side", "query_side"):
-            ds = p * (g @ v.T - (g * o).sum(-1, keepdim=True))
-            return [scale * ds @ k] if self.job == "query_side" else [scale * ds.T @ q, p.T @ g]
-        w = scale * (tq @ k.T + q @ tk.T)
-        w -= (p * w).sum(-1, keepdim=True)
-        to = (p * w) @ v + p @ tv
-        if self.job == "forward_dual":
-            return [o, to]
-        ds = p * (g @ v.T - (g * o).sum(-1, keepdim=True))
-        tds = p * (tg @ v.T + g @ tv.T - (tg * o + g * to).sum(-1, keepdim=True)) + ds * w
-        dk, dv, tdk, tdv = scale * ds.T @ q, p.T @ g, scale * (tds.T @ q + ds.T @ tq), p.T @ tg + (p * w).T @ g
-        return {
-            "key_side_dual": lambda: [dk, dv, tdk, tdv],
-            "key_v": lambda: [dv, tdv],
-            "key_k": lambda: [dk, tdk],
-            "query_side_dual": lambda: [scale * ds @ k, scale * (tds @ k + ds @ tk)],
-        }[self.job]()
-
-    def error(self, got) -> float:
-        worst = 0.0
-        for h, expected in zip((0, self.heads - 1), self.expected(), strict=True):
-            for a, b in zip(got, expected, strict=True):
-                worst = max(worst, ((a[0, :, h].double() - b).norm() / b.norm()).item())
-        return worst
-
-    def flops(self) -> float:
-        full = 2 * PRODUCTS[self.job] * self.heads * self.length**2 * self.head_dim
-        return full / 2 if self.causal else full
+    return run
 
 
-def _compile(args) -> None:
-    job, head_dim, tile, causal = args
+def spills() -> dict[int, int]:
+    """Bytes that a thread spills, by kernel that this process has loaded."""
+    caches = [kernel.device_caches[torch.cuda.current_device()][0] for kernel in TUNED]
+    return {id(k): 4 * k.n_spills for cache in caches for k in cache.values()}
+
+
+def compiled(shape: Shape, candidate: Any) -> int | str:
+    """Bytes that a thread spills, or why the candidate cannot run."""
     try:
-        torch.cuda.set_device(0)
-        case = Case(job, head_dim, 256, causal)
-        case.prepare()
-        case.run(tile)
+        run = prepared(shape)
+        before = spills()
+        with shape.row.taking(candidate):
+            run()
         torch.cuda.synchronize()
-    except Exception as error:  # a tile that does not fit is reported when it is timed
-        print(f"# {job} {head_dim} {tuple(tile[:4])}: {type(error).__name__}", flush=True)
+        return max((n for k, n in spills().items() if k not in before), default=0)
+    except Exception as error:  # of compilers too, which stop at some
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0][:100]}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--jobs", nargs="+", choices=list(PRODUCTS), default=["forward", "forward_dual", "key_side", "query_side"]
-    )
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--processes", type=int, default=14)
-    parser.add_argument("--csv")
-    options = parser.parse_args()
-    plan = [(j, d, t, options.causal) for j in options.jobs for d in options.head_dims for t in candidates(j, d)]
-    start = time.time()
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        pool.map(_compile, plan, chunksize=1)
-    print(f"# {len(plan)} candidates compiled in {time.time() - start:.0f} s", flush=True)
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    matmul = 2 * 8192**3 / triton.testing.do_bench(lambda: a @ a, return_mode="median") * 1e-9
-    print(f"# bf16 matrix product {matmul:.0f} TFLOP/s")
-    rows = []
-    for (job, d), group in itertools.groupby(plan, key=lambda p: p[:2]):
-        case = Case(job, d, options.length, options.causal)
-        case.prepare()
-        results = []
-        for _, _, tile, _ in group:
-            try:
-                error = case.error(case.run(tile))
-                if not error < 2e-2:
-                    print(f"WRONG {job} {d} {tuple(tile[:4])} error {error:.1e}")
-                    continue
-                ms = statistics.median(
-                    triton.testing.do_bench(lambda t=tile, c=case: c.run(t), warmup=10, rep=60, return_mode="all")
-                )
-            except Exception as failure:
-                print(f"# {job} {d} {tuple(tile[:4])}: {type(failure).__name__} {str(failure)[:80]}")
+def fitting(shapes: list[Shape], options: argparse.Namespace) -> dict[Any, int]:
+    """What the candidates spill that can run on all shapes, the present row first."""
+    candidates = shapes[0].row.proposals()
+    plan = [*itertools.product(shapes, candidates)]
+    with multiprocessing.get_context("spawn").Pool(min(options.processes, len(plan))) as pool:
+        found = pool.starmap_async(compiled, plan, chunksize=1).get(timeout=60 * len(plan))
+    worst: dict[Any, int] = {}
+    for (_, candidate), outcome in zip(plan, found, strict=True):
+        if isinstance(outcome, str):
+            print(f"  {candidate}: {outcome}")
+            worst[candidate] = sys.maxsize
+        else:
+            worst[candidate] = max(outcome, worst.get(candidate, 0))
+    allowed = {candidates[0]} if shapes[0].row.present else set()
+    return {c: n for c, n in worst.items() if n <= options.spill or (c in allowed and n < sys.maxsize)}
+
+
+def captured(shape: Shape, candidates: Iterable[Any]) -> dict[Any, Callable[[], None]]:
+    """Of each candidate whose results are the first one's, a graph's replay."""
+    run, expected, calls, pool = prepared(shape), None, {}, torch.cuda.graph_pool_handle()
+    for candidate in candidates:
+        with shape.row.taking(candidate):
+            results = [a.double() for a in run()]
+            expected = expected or results  # of the present row
+            apart = max(((a - b).norm() / b.norm()).item() for a, b in zip(results, expected, strict=True))
+            if not apart <= TOLERANCE[shape.case.dtype]:
+                print(f"  {candidate}, {shape.case}: WRONG, {apart:.1e} from the present row's results")
                 continue
-            rate = case.flops() / ms * 1e-9
-            results.append((ms, tile, rate, error))
-            rows.append([job, d, *tile[:4], ms, rate, error])
-        for ms, tile, rate, error in sorted(results)[:4]:
-            share = rate / matmul
-            print(
-                f"{job:16s} D{d:<4d} {tuple(tile[:4])!s:20s} {ms:8.3f} ms {rate:6.0f} TFLOP/s {share:.2f}  error {error:.1e}",
-                flush=True,
-            )
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            csv.writer(file).writerows(
-                [["job", "head_dim", "bm", "bn", "warps", "stages", "ms", "tflops", "error"], *rows]
-            )
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                run()
+        calls[candidate] = functools.partial(replay, graph, run)
+    return calls
+
+
+def replay(graph: torch.cuda.CUDAGraph, run: Callable) -> None:
+    """`run` has the arrays that the graph reads."""
+    graph.replay()
+
+
+def ratios(
+    calls: list[dict[Any, Callable]], candidates: list[Any], options: argparse.Namespace
+) -> dict[Any, list[float]]:
+    """Of times on each shape to the first candidate's."""
+    found: dict[Any, list[float]] = {c: [] for c in candidates}
+    for of_shape in calls:
+        medians, _ = in_turns(torch_calls, {c: of_shape[c] for c in candidates}, options)
+        for c in candidates:
+            found[c].append(medians[c] / medians[candidates[0]])
+    return found
+
+
+def tuned(shapes: list[Shape], options: argparse.Namespace) -> str:
+    """The row, as its table has it."""
+    row, fits = shapes[0].row, fitting(shapes, options)
+    if not fits:
+        return "# nothing fits"
+    calls = [captured(shape, fits) for shape in shapes]
+    right = [c for c in fits if all(c in of_shape for of_shape in calls)]
+    print(f"  {len(row.proposals())} candidates, of which {len(fits)} fit and {len(right)} are right")
+    quick = argparse.Namespace(**dict(vars(options), rounds=3, rest=0.0))
+    first = ratios(calls, right, quick)
+    best = sorted(right[1:], key=lambda c: math.prod(first[c]))[: options.best]
+    again = ratios(calls, [*right[:1], *best], options)
+    means = {c: math.prod(rs) ** (1 / len(rs)) for c, rs in again.items()}
+    for c in sorted(means, key=means.__getitem__):
+        print(f"  {means[c]:.3f} {c}: {' '.join(f'{r:.3f}' for r in again[c])}")
+    fastest = min(means, key=means.__getitem__)
+    if right[0] == row.present and means[fastest] > 1 - options.gain:
+        fastest = row.present
+    return row.written(fastest, fits[fastest], about(shapes))
+
+
+def about(shapes: list[Shape]) -> str:
+    """GPU, date, versions, and on which shapes."""
+    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0] if torch.cuda.is_available() else "no GPU"
+    lengths = " and ".join(str(n) for n in dict.fromkeys(s.case.length for s in shapes))
+    features = [f for f in dict.fromkeys(s.case.feature for s in shapes) if f != "none"]
+    return ", ".join([gpu, f"{datetime.date.today()}", f"Triton {triton.__version__}", f"L = {lengths}", *features])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", default=[*FAMILIES], choices=FAMILIES)
+    parser.add_argument("--jobs", nargs="+", default=["forward", "forward_dual"], choices=KERNELS)
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--heads", type=int, help="32 of 64 channels, 24 of others by default")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192])
+    parser.add_argument("--features", nargs="+", default=["none"], choices=FEATURES)
+    parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCE)
+    parser.add_argument("--precision", default="tf32", choices=["tf32", "ieee"], help="of products of float32")
+    parser.add_argument("--processes", type=int, default=14, help="that compile")
+    parser.add_argument("--spill", type=int, default=800, help="bytes that a thread may spill")
+    parser.add_argument("--best", type=int, default=5, help="of the candidates that are timed once more")
+    parser.add_argument("--gain", type=float, default=0.02, help="for which the present row is left")
+    add_timing_options(parser, rounds=9)
+    options = parse(parser, arguments)
+    if any("score" in job for job in options.jobs) and options.features != ["bias"]:
+        parser.error("--features must be bias for the score side, which computes its gradient")
+    if not torch.cuda.is_available():
+        parser.error("an NVIDIA GPU must be there, to time what is proposed")
+    major, minor = torch.cuda.get_device_capability()
+    target, lines = 10 * major + minor, []
+    for family, job, head_dim in itertools.product(options.family, options.jobs, options.head_dims):
+        heads = options.heads or HEADS.get(head_dim, 24)
+        shapes = [
+            Shape(Case(options.batch, length, heads, head_dim, feature, options.dtype), family, job, options.precision, target)
+            for length, feature in itertools.product(options.lengths, options.features)
+        ]  # fmt: skip
+        try:
+            place = shapes[0].row.place
+        except KeyError as error:
+            print(f"{family}: {error.args[0]}")
+            continue
+        print(f"{family}, {job}, {head_dim} channels", flush=True)
+        lines += [f"# {place}", tuned(shapes, options)]
+        torch_calls.release()
+    print("\n".join(["", *lines]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """The public function."""
 
+import dataclasses
 import warnings
 from typing import Any, Literal, Never, TypedDict, Unpack, get_args, overload
 
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_flash_jvp.context import ORDERS, Context, Order, Strategy, strategy_of
+from jax_flash_jvp.context_parallel import by_heads, by_sequence, with_all_columns
 from jax_flash_jvp.differentiation import attend, attend_scaled
 from jax_flash_jvp.problem import (
     DTYPES,
@@ -54,6 +57,9 @@ class Options(TypedDict, total=False):
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: ArrayLike | None
+    context_axis: str | tuple[str, ...] | None
+    context_strategy: Strategy | None
+    context_order: Order
 
 
 @overload
@@ -110,6 +116,9 @@ def dot_product_attention(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+    context_strategy: Strategy | None = None,
+    context_order: Order = "contiguous",
     **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
@@ -154,6 +163,15 @@ def dot_product_attention(
         ``jax.linear_transpose`` does not transpose a call with sinks in its values.
       dropout_rate: the share of probabilities that are dropped, in [0, 1]; the others are divided by 1 - rate.
       dropout_key: a key of jax.random, from which the same are dropped in every derivative.
+      context_axis: inside `jax.shard_map`, the axis or axes of the mesh over whose devices the sequence is divided, queries and
+        keys alike: T and S are then those of a shard, and so are segment ids; lengths are those of the sequence, a `mask` or
+        `bias` has the rows of the shard and all columns.  Outside, None: there JAX knows how arrays are divided.
+      context_strategy: "ulysses" exchanges shards of the sequence for shards of the heads, "ring" sends keys and values around,
+        "all_gather" gives them to every device.  None: "ulysses" where the devices divide K and neither `bias` nor `mask`
+        varies along the queries, else "ring".
+      context_order: "contiguous", or "zigzag" where the sequence is in the order of
+        :func:`jax_flash_jvp.reorder_zigzag`, which spares a causal ring the exchange of half of each shard.  Masks and
+        biases have their columns in the order of the sequence.
 
     Returns:
       The output, [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`; with `return_residual`, a pair of it and of the
@@ -217,7 +235,14 @@ def dot_product_attention(
     rate = dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
     given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
     x = Operands(*given.values())
-    check_operands(x)
+    context = _context(context_axis, context_strategy, context_order)
+    check_operands(x, x.key.shape[1] * (1 if context is None else context.devices))
+    if context is not None:
+        for name, ids in segments.items():
+            if ids is not None and jnp.iinfo(given[name].dtype).bits > 16 and given[name].dtype != jnp.int32:
+                raise TypeError(
+                    f"`{name}` must fit int32 where there is a `context_axis`: got {given[name].dtype}; cast it"
+                )
     x = _in_int32(x)
     if rate == 1:  # o is zero, which does not reach ℓ
         x, rate = x._replace(value=x.value * 0, seed=None), 0.0
@@ -251,7 +276,12 @@ def dot_product_attention(
         raise ValueError(
             f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla'"
         )
+    back = None
+    if context is not None:
+        problem, x, back = _shared(problem, x, context, context_strategy)
     output, log_sum_exp = attend(problem, *x) if scaled_by is None else attend_scaled(problem, scaled_by, *x)
+    if back is not None:
+        output, log_sum_exp = by_sequence((output, log_sum_exp), back)
     if sinks is not None:
         output, log_sum_exp = _with_sinks(output, log_sum_exp, sink_scores)
     if ndim == 3:
@@ -367,6 +397,57 @@ def _seed(key: Any, batch: int) -> jax.Array:
         got = f"{type(key).__name__} of shape {np.shape(key)}"
         raise TypeError(f"`dropout_key` must be one key of jax.random: got {got}") from error
     return jnp.pad(numbers, ((0, 0), (0, 3)))
+
+
+def _context(axis: Any, strategy: Any, order: Any) -> Context | None:
+    """The devices that share the sequence, in a ring unless something else is found to be better."""
+    if order not in ORDERS:
+        raise ValueError(f"`context_order` must be one of {ORDERS}: got {order!r}")
+    if axis is None:
+        for name, given in (
+            ("context_strategy", strategy),
+            ("context_order", None if order == "contiguous" else order),
+        ):
+            if given is not None:
+                raise ValueError(
+                    f"`{name}`={given!r} goes with a `context_axis`, inside jax.shard_map; elsewhere JAX divides arrays in the "
+                    "order of the sequence, and attention follows"
+                )
+        return None
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    if not axes or not all(isinstance(a, str) for a in axes):
+        raise TypeError(f"`context_axis` must be the name of an axis of the mesh, or a tuple of names: got {axis!r}")
+    try:
+        devices = jax.lax.axis_size(axes)
+    except NameError:
+        raise ValueError(
+            f"`context_axis` must name axes of a jax.shard_map around the call: got {axis!r}; outside of one leave it None: "
+            "arrays that are sharded along the sequence are divided as they are"
+        ) from None
+    return Context(axes, devices, "ring", order)
+
+
+def _shared(
+    problem: Problem, x: Operands, context: Context, strategy: Strategy | None
+) -> tuple[Problem, Operands, Context | None]:
+    """The call of this device, and if results are to be exchanged, among whom."""
+    rows = [
+        name for name, a in (("bias", x.bias), ("mask", x.mask)) if a is not None and (a.shape[2] > 1 or name == "bias")
+    ]
+    chosen = strategy_of(strategy, context.devices, x.key.shape[2], rows)
+    for name, a in (("query", x.query), ("key", x.key)):
+        if context.order == "zigzag" and a.shape[1] % 2:
+            raise ValueError(
+                f"`{name}` must be two chunks of a sequence in zig-zag order: got {a.shape[1]} rows on each device; pad the "
+                f"sequence to a multiple of {2 * context.devices}"
+            )
+    if context.devices == 1:
+        return problem, x, None
+    if chosen == "ulysses":
+        return problem, by_heads(x, context), context
+    if chosen == "all_gather":
+        x, context = with_all_columns(x, context), dataclasses.replace(context, strategy="rows")
+    return dataclasses.replace(problem, context=context), x, None
 
 
 def _window(size: Any) -> tuple[int | None, int | None] | None:

@@ -171,8 +171,9 @@ def merged(xp: Any, first: Sequence[Any], second: Sequence[Any]) -> tuple[Any, .
 
 
 def strategy_of(
-    asked: Strategy | None, devices: int, key_heads: int, along_queries: Sequence[str], names: tuple[str, str]
-) -> Strategy:
+    asked: Strategy | None, devices: int, key_heads: int, along_queries: Sequence[str],
+    names: tuple[str, str] = ("context_strategy", "context_axis"),
+) -> Strategy:  # fmt: skip
     """Ulysses where the heads of keys can be divided among the devices, else a ring.  `along_queries`: the arguments that vary
     along queries and cannot be divided by heads: a bias, a mask; `names`: of the arguments for the strategy and the devices."""
     name, of_devices = names

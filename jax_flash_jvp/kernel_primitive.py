@@ -157,7 +157,7 @@ def _divided(ctx: Any) -> tuple[Any, bool | str]:
 # ---------------------------------------------------------------------------------------------- the primitive
 
 
-def _float64_if(arrays: Iterable[Any]) -> Any:
+def float64_if(arrays: Iterable[Any]) -> Any:
     """JAX's float64, if there is any: arrays may come from where it was enabled to where it no longer is."""
     return jax.enable_x64(True) if any(a.dtype == jnp.float64 for a in arrays) else contextlib.nullcontext()
 
@@ -197,7 +197,7 @@ class KernelPrimitive:
     def _lower(self, implementation: Callable, ctx: Any, *values: Any, **params: Any) -> Any:
         ctx, divided = _divided(ctx)
         flat = functools.partial(self._flat, functools.partial(implementation, divided=divided))
-        with _float64_if(ctx.avals_in):
+        with float64_if(ctx.avals_in):
             return mlir.lower_fun(flat, multiple_results=True)(ctx, *values, **params)
 
     def _flat(self, implementation: Callable, *leaves: Any, tree: Any, **static: Any) -> list[Any]:
@@ -306,7 +306,7 @@ class KernelPrimitive:
                     full[i] = leaf
                 return self._flat(reference, *full, tree=tree, **static)
 
-            with _float64_if(leaves):
+            with float64_if(leaves):
                 _, t_out = jax.jvp(along, [leaves[i] for i in moving], [t_leaves[i] for i in moving])
             return self(*args, **static), tree_unflatten(self.out_tree(leaves, tree, static), t_out)
 

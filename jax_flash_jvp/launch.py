@@ -14,13 +14,14 @@ import pathlib
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash_jvp import reference
+from jax_flash_jvp import context_parallel, reference
 from jax_flash_jvp.kernel_primitive import leaves_like
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output, Rows
@@ -34,6 +35,18 @@ SMALLEST_NORMAL = 2.0**-126  # of float32
 # ------------------------------------------------------------------------------------------------ by the reference
 
 
+def _pair(name: str, problem: Any, x: Operands, *args: Any, **static: Any) -> Any:
+    """The four jobs that the reference has."""
+    job: Callable = getattr(reference, name)
+    return job(x, *args, problem, *static.values())
+
+
+def _job(name: str, problem: Any, *args: Any, **static: Any) -> Any:
+    if problem.context is not None:
+        return context_parallel.run(_pair, name, problem, *args, **static)
+    return _pair(name, problem, *args, **static)
+
+
 def _second(x, tx, _, t, *, problem):
     """The tangent of (forward, its tangent) along t = (ẋ, ṫx)."""
     inputs, tangents = (x[:DIFFERENTIABLE], tx[:DIFFERENTIABLE]), (t[0][:DIFFERENTIABLE], t[1][:DIFFERENTIABLE])
@@ -41,18 +54,19 @@ def _second(x, tx, _, t, *, problem):
     pairs = zip(leaves, leaves_like(inputs, tangents), strict=True)
     filled = tree.unflatten([jnp.zeros_like(a) if t is None else t for a, t in pairs])
     rest = x[DIFFERENTIABLE:]
-    return jax.jvp(lambda x, tx: reference.forward_dual(Operands(*x, *rest), Operands(*tx), problem), inputs, filled)[1]
+    job = functools.partial(_job, "forward_dual", problem)
+    return jax.jvp(lambda x, tx: job(Operands(*x, *rest), Operands(*tx)), inputs, filled)[1]
 
 
 def _backward_tangent(x, y, cty, _, t, *, problem, want):
-    return reference.backward_dual(x, y, cty, t, problem, (False,) * len(want), want)[1]
+    return _job("backward_dual", problem, x, y, cty, t, want=(False,) * len(want), want_tangent=want)[1]
 
 
 def _total_backward_dual(x, _, cty, t, *, problem, want, want_tangent):
     """With y and ty computed afresh from x and tx, so that it can be differentiated in them."""
     tx, _, cy = t
-    y, ty = reference.forward_dual(x, tx, problem)
-    return reference.backward_dual(x, y, cty, (tx, ty, cy), problem, want, want_tangent)
+    y, ty = _job("forward_dual", problem, x, tx)
+    return _job("backward_dual", problem, x, y, cty, (tx, ty, cy), want=want, want_tangent=want_tangent)
 
 
 def _total_backward_tangent(x, _, cty, __, t, *, problem, want):
@@ -60,12 +74,14 @@ def _total_backward_tangent(x, _, cty, __, t, *, problem, want):
 
 
 _REFERENCE: dict[str, Callable] = {
-    "forward": reference.forward,
-    "forward_dual": reference.forward_dual,
-    "tangent": lambda x, y, tx, *, problem: reference.forward_dual(x, tx, problem)[1],
+    "forward": lambda x, *, problem: _job("forward", problem, x),
+    "forward_dual": lambda x, tx, *, problem: _job("forward_dual", problem, x, tx),
+    "tangent": lambda x, y, tx, *, problem: _job("forward_dual", problem, x, tx)[1],
     "second": _second,
-    "backward": reference.backward,
-    "backward_dual": reference.backward_dual,
+    "backward": lambda x, y, cy, *, problem, want: _job("backward", problem, x, y, cy, want=want),
+    "backward_dual": lambda x, y, cty, t, *, problem, want, want_tangent: _job(
+        "backward_dual", problem, x, y, cty, t, want=want, want_tangent=want_tangent
+    ),
     "backward_tangent": _backward_tangent,
     "total_backward_dual": _total_backward_dual,
     "total_backward_tangent": _total_backward_tangent,
@@ -133,9 +149,14 @@ _KERNELS: dict[str, Callable] = {
 
 def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem: Any, **static: Any) -> Any:
     """The leading axes are folded into the batch: here, where a device sees its own shard alone, see `partition.py`."""
+
+    def pair(name, problem, *args, **static):
+        return _KERNELS[name](launcher, problem, *args, **static)
+
+    job: Callable = pair if problem.context is None else functools.partial(context_parallel.run, pair)
     lead, batch = x.query.shape[:-4], x.query.shape[-4]
     if not lead:
-        return _KERNELS[name](launcher, problem, x, *args, **static)
+        return job(name, problem, x, *args, **static)
     n = len(lead) + 1
 
     def fold(a):
@@ -162,7 +183,7 @@ def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem:
 
     bias = x.bias
     x, *args = jax.tree.map(fold, jax.tree.map(spread, (x, *args), is_leaf=is_operands))
-    return jax.tree.map(restored, _KERNELS[name](launcher, problem, x, *args, **static), is_leaf=is_operands)
+    return jax.tree.map(restored, job(name, problem, x, *args, **static), is_leaf=is_operands)
 
 
 # ------------------------------------------------------------------------------------------------ the choice
@@ -181,15 +202,25 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
             "`implementation` None, or ask for 'xla' (the tiled reference) or 'interpret' (the kernels on numpy)"
         )
     nothing_to_do = 0 in x.query.shape or 0 in x.key.shape
-    by_reference = reference_job(name)
+    divide = divided is True and not nothing_to_do
+
+    def by_reference() -> Any:
+        def job(problem: Any, *args: Any) -> Any:
+            return reference_job(name)(*args, problem=problem, **static)
+
+        return on_shards(job, problem, x, *args, label=label("xla")) if divide else job(problem, x, *args)
+
+    def label(*target: Any) -> str:
+        return " ".join(map(str, (name, problem, sorted(static.items()), *target, _code())))
+
     if platform == "cuda" and wanted != "xla" and name not in _KERNELS:
         logger.debug("attention %s: the tiled reference alone computes this derivative", name)
     if wanted == "xla" or name not in _KERNELS or nothing_to_do or (wanted is None and platform != "cuda"):
-        return by_reference(x, *args, problem=problem, **static)
+        return by_reference()
     reason = unserved(x)
     if reason is not None:
         logger.debug("attention %s: the kernels do not serve %s; the tiled reference computes it", name, reason)
-        return by_reference(x, *args, problem=problem, **static)
+        return by_reference()
     if wanted == "interpret":
         problem = dataclasses.replace(problem, precision="ieee")  # its products are exact
     try:
@@ -201,31 +232,33 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
         logger.warning(
             "attention %s: %s; on the GPU that this is for, the tiled reference will compute it", name, error
         )
-        return by_reference(x, *args, problem=problem, **static)
-    job: Callable = functools.partial(_by_kernels, name, launcher, problem=problem, **static)
+        return by_reference()
+
+    def job(problem: Any, *args: Any) -> Any:
+        return _by_kernels(name, launcher, *args, problem=problem, **static)
+
     if isinstance(divided, str) and launcher.on_shards:
         logger.warning(
             "attention %s: %s, XLA cannot be told how to divide it: it gathers arrays that are sharded, and every device "
             "computes all of it", name, divided,
         )  # fmt: skip
     elif divided and launcher.on_shards:
-        label = f"{name} {problem} {sorted(static.items())} {launcher.target} {launcher.multiprocessors} {_code()}"
-        keep = () if x.seed is None else ("heads",)  # dropout counts them
-        job = functools.partial(on_shards, job, label=label, keep=keep)
+        job = functools.partial(on_shards, job, label=label(launcher.target, launcher.multiprocessors))
     try:
-        return job(x, *args)
+        return job(problem, x, *args)
     except NotImplementedError as error:  # no tile of this one job fits the GPU
         if wanted is not None:
             raise
         logger.debug("attention %s: %s; the tiled reference computes it", name, error)
-        return by_reference(x, *args, problem=problem, **static)
+        return by_reference()
 
 
 @functools.cache
 def _code() -> str:
     """Of what makes kernels, all that may change."""
     sources = b"".join(path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")))
-    versions = [importlib.metadata.version(package) for package in ("triton", "jax-triton")]
+    found = [find_spec(package.replace("-", "_")) and package for package in ("triton", "jax-triton")]
+    versions = [importlib.metadata.version(package) for package in found if package]
     return " ".join([f"{zlib.crc32(sources):08x}", *versions])
 
 

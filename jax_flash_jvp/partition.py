@@ -1,14 +1,17 @@
 """A job on every device's own shard, where XLA divides a program among devices: jit of arrays that are sharded.
 
 XLA cannot look into a kernel.  Left alone it gathers the operands, and every device computes all of it; so it is told, by
-`jax.experimental.custom_partitioning`, along which axes a job may be cut: those that vmap adds, the batch, and the heads
-of keys, together with the heads of queries that share them.  What is spread along others (rows, keys, channels) is gathered.
+`jax.experimental.custom_partitioning`, along which axes a job may be cut: those that vmap adds, the batch, the heads of keys,
+together with the heads of queries that share them, and the sequence, of which devices then exchange what they need: see
+`_in_context`.  Only what is spread along channels, or along the columns of a bias or a mask, is gathered.
 
 Not needed where a program is one device's, as inside `shard_map`.  Inside one over some axes of a mesh, XLA does not tell how
 arrays are spread along the others: there it gathers, as without, which a warning says, as wherever `_divided` in
 `kernel_primitive.py` says so.
 """
 
+import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -23,17 +26,31 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
-from jax_flash_jvp.problem import Operands
+from jax_flash_jvp.context import Context, strategy_of
+from jax_flash_jvp.context_parallel import by_heads, by_sequence
+from jax_flash_jvp.kernel_primitive import float64_if
+from jax_flash_jvp.problem import Operands, Problem
 
 logger = logging.getLogger(__name__)
 
 # The axes of the operands, and of o, ℓ and their like; those that vmap adds come before.
 AXES = Operands(
-    "batch query heads channel", "batch key heads channel", "batch key heads value", "batch heads query key",
-    "batch heads query key", "batch", "batch", "batch query", "batch key", "batch word",
+    "batch query heads channel", "batch key heads channel", "batch key heads value", "batch heads query column",
+    "batch heads query column", "batch", "batch", "batch query", "batch key", "batch word",
 )  # fmt: skip
 OUTPUT, STATISTIC = "batch query heads value", "batch heads query"
+CUT = ("batch", "heads", "query", "key")  # and what vmap adds
+SEQUENCE = ("query", "key")
+OTHERWISE = "it is cut along the batch, what vmap adds, the heads of keys and the sequence, as far as their numbers go"
+REMEDIES = {
+    "heads": "heads are cut as far as the number of those of keys goes; beyond, cut the sequence or the batch",
+    "key": "keys are cut along the sequence if the queries are, over as many devices as divide both lengths; pad them",
+    "column": "a bias or a mask is cut along queries, not along keys",
+    "channel": "channels are not cut; cut heads",
+    "value": "channels are not cut; cut heads",
+}
 Axes = list[tuple[str, int]]  # of an array: name and length
+Spread = dict[str, tuple[str, ...]]  # over which axes of a mesh each axis is spread
 Pieces = list[int]  # of an axis: the number of that which each device has, of as many as there are devices
 
 
@@ -56,19 +73,19 @@ def _axes(part: Any) -> list[Axes]:
     return all_axes
 
 
-def on_shards(job: Callable, *args: Any, label: str, keep: Sequence[str] = ()) -> Any:
-    """job(*args), the operands first, on shards along the axes that may be cut but those to `keep`.  The `label` tells jobs
-    apart that look alike to JAX's cache of compiled programs, which does not see what is computed."""
+def on_shards(job: Callable, problem: Problem, *args: Any, label: str) -> Any:
+    """job(problem, *args), the operands first, on shards along the axes that may be cut.  The `label` tells jobs apart that look
+    alike to JAX's cache of compiled programs, which does not see what is computed."""
     leaves, tree = tree_flatten(args)
-    results = jax.eval_shape(job, *args)
+    results = jax.eval_shape(functools.partial(job, problem), *args)
     out_tree, ins, outs = jax.tree.structure(results), _axes(args), _axes(results)
     query_heads, key_heads = args[0].query.shape[-2], args[0].key.shape[-2]
     lengths = {name: n for axes in ins for name, n in axes if n > 1} | {"heads": key_heads}
-    free = {name for name in lengths if name in ("batch", "heads") or name.startswith("lead")} - {*keep}
+    free = {name for name in lengths if name in CUT or name.startswith("lead")}
 
-    @jax.jit  # constants are its own: `custom_partitioning` takes none
-    def on_one(*leaves: Any) -> list[Any]:
-        return tree_leaves(job(*tree_unflatten(tree, leaves)))
+    @functools.partial(jax.jit, static_argnums=0)  # constants are its own: `custom_partitioning` takes none
+    def on_one(problem: Problem, *args: Any) -> Any:
+        return job(problem, *args)
 
     def cut(sizes: tuple[int, ...], held: list[list[Pieces]]) -> dict[str, tuple[int, ...]]:
         """Over which axes of a mesh of these sizes each axis is spread: as that array has it which is in most pieces."""
@@ -76,42 +93,46 @@ def on_shards(job: Callable, *args: Any, label: str, keep: Sequence[str] = ()) -
         for axes, pieces in zip((*ins, *outs), held, strict=True):
             for (name, n), numbers in zip(axes, pieces, strict=True):
                 if n > 1 and name in free:
-                    taken = {i for other, over in spread.items() if other != name for i in over}
+                    together = SEQUENCE if name in SEQUENCE else (name,)
+                    taken = {i for other, over in spread.items() if other not in together for i in over}
                     over = _mesh_axes(numbers, sizes)
                     while over and (lengths[name] % _product(sizes, over) or taken & {*over}):
                         over = over[:-1]
                     spread[name] = max(spread.get(name, ()), over, key=lambda over: _product(sizes, over))
-        return spread
+        return spread | _sequence(spread, lengths, sizes)
 
     def partition(mesh, given, results):
         devices = mesh.devices.ravel()
         held = [_pieces(a, devices) for a in (*given, *results)]
         found = [(sizes, cut(sizes, held)) for sizes in _orders(_primes(len(devices)))]
-        in_all = lambda sizes, spread: _product(sizes, itertools.chain(*spread.values()))
-        sizes, by_number = max(found, key=lambda found: in_all(*found))
+        sizes, by_number = max(found, key=lambda found: _product(found[0], {*itertools.chain(*found[1].values())}))
+        _warn_of_gathering(ins, held[: len(given)], sizes, by_number)
         mesh = Mesh(
             devices.reshape(sizes), tuple(f"p{i}" for i in range(len(sizes))), axis_types=(AxisType.Auto,) * len(sizes)
         )
         spread = {name: tuple(f"p{i}" for i in over) for name, over in by_number.items() if over}
-        most = max(math.prod(len({*numbers}) for numbers in pieces) for pieces in held[: len(given)])
-        if in_all(sizes, by_number) < most:
-            logger.warning(
-                "attention on arrays in %d pieces, one or more for each device, is computed in %d, each by several devices: "
-                "it can be cut along the batch, what vmap adds and the heads of keys%s, as far as their numbers go", most,
-                in_all(sizes, by_number), "" if "heads" in free else " (but where there is dropout)",
-            )  # fmt: skip
+        local = _in_context(
+            on_one, problem, args, spread, {name: _product(sizes, over) for name, over in by_number.items()}
+        )
 
         def placed(arrays: list[Axes]) -> list[NamedSharding]:
             specs = ([spread.get(name) if n > 1 else None for name, n in axes] for axes in arrays)
             return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
 
-        # a gradient of a bias, which has not got all axes
-        sums = [tuple(m for name, n in axes if n == 1 for m in spread.get(name, ())) for axes in outs]
+        def summed_over(axes: Axes) -> tuple[str, ...]:
+            """Of a gradient that has not got all axes: of a bias, or of keys that all devices have."""
+            absent = [name for name, n in axes if n == 1]
+            if "key" not in spread and dict(axes).get("key", 0) > 1:
+                absent.append("query")
+            return tuple(m for name in absent for m in spread.get(name, ()))
+
+        sums = [summed_over(axes) for axes in outs]
 
         def shard(*leaves):
             # traced while XLA compiles, for one device, perhaps under the user's mesh
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return [_summed(a, over) if over else a for a, over in zip(on_one(*leaves), sums, strict=True)]
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), float64_if(leaves):
+                got = tree_leaves(local(*tree_unflatten(tree, leaves)))
+                return [_summed(a, over) if over else a for a, over in zip(got, sums, strict=True)]
 
         return mesh, shard, placed(outs), tuple(placed(ins))
 
@@ -127,7 +148,7 @@ def on_shards(job: Callable, *args: Any, label: str, keep: Sequence[str] = ()) -
     texts = [[factor(*axis) for axis in axes] for axes in (*ins, *outs)]
     words = dict.fromkeys(word for text in texts for axis in text for word in axis.strip("()").split())
     rule = [" ".join(text) for text in texts]
-    call = custom_partitioning(on_one)
+    call = custom_partitioning(lambda *leaves: tree_leaves(on_one(problem, *tree_unflatten(tree, leaves))))
     call.def_partition(
         partition,
         decode_shardings=False,
@@ -137,6 +158,61 @@ def on_shards(job: Callable, *args: Any, label: str, keep: Sequence[str] = ()) -
     )
     with set_xla_metadata(attention=label):
         return tree_unflatten(out_tree, call(*leaves))
+
+
+def _sequence(
+    spread: dict[str, tuple[int, ...]], lengths: dict[str, int], sizes: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """Rows and columns are cut alike; or rows alone, where the columns are not cut, or cannot be."""
+    over = spread.get("query") or spread.get("key") or ()
+    while over and lengths.get("query", 1) % _product(sizes, over):
+        over = over[:-1]
+    both = spread.get("key") and lengths["key"] % _product(sizes, over) == 0
+    return {"query": over, "key": over if both else ()}
+
+
+def _in_context(on_one: Callable, problem: Problem, args: Any, spread: Spread, devices: dict[str, int]) -> Callable:
+    """The job of one device, which exchanges with those that share its sequence what they need."""
+    x: Operands = args[0]
+    sequence = spread.get("query", ())
+    places = lambda args: (_placed(args[0], spread.get("heads", ())), *args[1:])
+    if not sequence:
+        return lambda *args: on_one(problem, *places(args))
+    context = Context(sequence, devices["query"], "ring" if "key" in spread else "rows")
+    of_rows = [
+        name
+        for name, a in (("bias", x.bias), ("mask", x.mask))
+        if a is not None and (name == "bias" or a.shape[-2] > 1)
+    ]
+    key_heads = x.key.shape[-2] // devices.get("heads", 1)
+    if context.strategy == "ring" and strategy_of(None, context.devices, key_heads, of_rows) == "ulysses":
+        return lambda *args: by_sequence(on_one(problem, *by_heads(places(args), context)), context)
+    problem = dataclasses.replace(problem, context=context)
+    return lambda *args: on_one(problem, *places(args))
+
+
+def _placed(x: Operands, over: tuple[str, ...]) -> Operands:
+    """Dropout counts heads."""
+    if x.seed is None or not over:
+        return x
+    head = jax.lax.axis_index(over) * x.query.shape[-2]
+    return x._replace(seed=x.seed.at[..., 2].add(head.astype(x.seed.dtype)))
+
+
+def _warn_of_gathering(
+    arrays: list[Axes], held: list[list[Pieces]], sizes: Sequence[int], spread: dict[str, tuple]
+) -> None:
+    """Where an array is in more pieces than those that a device is to have."""
+    for axes, pieces in zip(arrays, held, strict=True):
+        pieces_of = {name: len({*numbers}) for (name, _), numbers in zip(axes, pieces, strict=True)}
+        kept = _product(sizes, {i for name, n in axes if n > 1 for i in spread.get(name, ())})
+        if math.prod(pieces_of.values()) > kept:
+            along = [name for name, n in pieces_of.items() if n > _product(sizes, spread.get(name, ()))]
+            logger.warning(
+                "attention on arrays in %d pieces, one or more for each device, is computed in %d, each by several devices: %s",
+                math.prod(pieces_of.values()), kept, "; ".join(REMEDIES.get(name, OTHERWISE) for name in along) or OTHERWISE,
+            )  # fmt: skip
+            return
 
 
 def _summed(a: Any, over: tuple[str, ...]) -> Any:

@@ -156,8 +156,9 @@ def dropout_rate_of(name: str, value: float) -> float:
 # ------------------------------------------------------------------------------------------------ the arrays
 
 
-def check_operands(x: Operands) -> None:
-    """Raise a ValueError or TypeError unless the (four-dimensional) arrays describe one attention call."""
+def check_operands(x: Operands, columns: int | None = None) -> None:
+    """Raise a ValueError or TypeError unless the (four-dimensional) arrays describe one attention call.  `columns`: of bias and
+    mask, if there are more than keys here."""
     query, key, value = (shape_of(n, a) for n, a in zip(("query", "key", "value"), x[:3], strict=True))
     _check_dtypes(x)
     if not query[0] == key[0] == value[0]:
@@ -181,7 +182,7 @@ def check_operands(x: Operands) -> None:
     batch, queries, keys = query[0], query[1], key[1]
     for name, array in (("bias", x.bias), ("mask", x.mask)):
         if array is not None:
-            _check_broadcast(name, shape_of(name, array), (batch, query[2], queries, keys), key[2])
+            _check_broadcast(name, shape_of(name, array), (batch, query[2], queries, columns or keys), key[2])
     for field, shape, what in (
         ("query_lengths", (batch,), "one length a batch entry"),
         ("key_lengths", (batch,), "one length a batch entry"),

@@ -1,4 +1,4 @@
-"""Six host devices, no GPU tests without a GPU, and which kernels a function runs."""
+"""Eight host devices, no GPU tests without a GPU, and which kernels a function runs."""
 
 import collections
 import functools
@@ -16,7 +16,7 @@ import support
 HAS_GPU = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
 
 # before JAX is imported
-flags = ["--xla_force_host_platform_device_count=6"]
+flags = ["--xla_force_host_platform_device_count=8"]
 # the time goes into compilation
 if HAS_GPU:
     flags += ["--xla_gpu_autotune_level=0"]

@@ -4,7 +4,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +43,68 @@ OURS = {  # by their names in other libraries
     "sm_scale": "scale", "softmax_scale": "scale", "causal": "is_causal", "window_size": "local_window_size",
     "sliding_window": "local_window_size", "softcap": "logits_soft_cap", "mask": "attn_mask", "bias": "attn_mask",
     "attn_bias": "attn_mask", "dropout_rate": "dropout_p", "dropout": "dropout_p", "s_aux": "sinks",
+    "return_residual": "return_lse", "return_attn_probs": "return_lse",
 }  # fmt: skip
 DROPS_DERIVATIVES = torch.__version__ < "2.12"  # in inference mode, of every operator
 
 
+OPEN = "open"  # the context that is
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `scaled_dot_product_attention` after PyTorch's, but `return_lse`, by which its result differs."""
+
+    scale: float | None
+    enable_gqa: bool
+    causal_alignment: Alignment
+    local_window_size: tuple[int | None, int | None] | int | None
+    query_seq_lengths: Tensor | None
+    key_value_seq_lengths: Tensor | None
+    query_segment_ids: Tensor | None
+    key_value_segment_ids: Tensor | None
+    logits_soft_cap: float | None
+    sinks: Tensor | None
+    context_group: "ProcessGroup | DeviceMesh | None"
+    context_strategy: Strategy | None
+    context_order: Order | None
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -68,8 +126,9 @@ def scaled_dot_product_attention(
     context_group: "ProcessGroup | DeviceMesh | None" = None,
     context_strategy: Strategy | None = None,
     context_order: Order | None = None,
+    return_lse: bool = False,
     **unknown: Never,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
 
     .. math::  O = \mathrm{softmax}(\sigma Q K^T + M) V
@@ -108,11 +167,14 @@ def scaled_dot_product_attention(
         Segment ids are cut alike; lengths and windows are those of the whole sequence; `attn_mask` has this process's queries
         and all keys in the order of the sequence, or one row for its keys.  All drop what the first process of the group draws.
         Of DTensors, placements say who shares what, and shapes are those of whole tensors.
+      return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-      [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev].  Scores and sums are accumulated
-      in float32 (float64 for float64 tensors).  A query that attends to no key gives zeros, and zero derivatives, where
-      some of PyTorch's kernels give NaN.
+      [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev]; with `return_lse`, a pair of it and of
+      the log-sum-exp (natural logarithm) of each row of scores, [N…, Hq, L] in float32 (float64 for float64 tensors),
+      differentiable like the output.  Scores and sums are accumulated in float32 (float64).  A query that attends to no key
+      gives zeros, where some of PyTorch's kernels give NaN, and -inf, with zero derivatives (but for the log-sum-exp with
+      `sinks`, which is then the sink).
 
     Raises:
       ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`.
@@ -138,11 +200,12 @@ def scaled_dot_product_attention(
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
             logits_soft_cap=logits_soft_cap, sinks=sinks, context_group=context_group, context_strategy=context_strategy,
-            context_order=context_order,
+            context_order=context_order, return_lse=return_lse,
         )  # fmt: skip
     context = context_of_call(query, context_group, context_strategy, context_order)
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
+    check_flag("return_lse", return_lse)
     if is_causal and attn_mask is not None:
         raise ValueError("`attn_mask` and `is_causal` must not be given together: mask the future in `attn_mask`")
     if isinstance(attn_mask, CausalBias):
@@ -167,7 +230,10 @@ def scaled_dot_product_attention(
         check_devices(query, ((name, a) for name, a in named if a is not None))
     else:
         selection = ()
-    return attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context)
+    o, log_sum_exp = attend(
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context, return_lse
+    )
+    return (o, log_sum_exp) if return_lse else o
 
 
 def context_of_call(query: Any, group: Any = None, strategy: Any = None, order: Any = None) -> Any:
@@ -218,20 +284,31 @@ def options_of(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
     return words_of(window, lower_right_of(alignment), soft_cap, dropout_rate_of("dropout_p", dropout_p))
 
 
-def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it."""
     seen = log_sum_exp != -torch.inf  # NaN is seen
     log_sum_exp = log_sum_exp.masked_fill(~seen, 0)
-    # sigmoid(ℓ - sink), as in `jax_flash_jvp`; softplus(x) is x where float64 shows no difference
-    share = torch.exp(-F.softplus(sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp, threshold=40)) * seen
+    sinks = sinks.to(log_sum_exp.dtype)[:, None]
+    softplus = lambda x: F.softplus(x, threshold=40)  # x where float64 shows no difference
+    # sigmoid(ℓ - sink), as in `jax_flash_jvp`
+    share = torch.exp(-softplus(sinks - log_sum_exp)) * seen
     # in the memory order of o: PyTorch cannot change a tangent's where sizes are symbolic
-    return (o.transpose(1, 2) * share.transpose(1, 2)[..., None].contiguous()).to(o.dtype).transpose(1, 2)
+    o = (o.transpose(1, 2) * share.transpose(1, 2)[..., None].contiguous()).to(o.dtype).transpose(1, 2)
+    if not with_lse:
+        return o, None
+    # torch.logaddexp has second derivatives of NaN where the two are far apart
+    above, below = log_sum_exp + softplus(sinks - log_sum_exp), sinks + softplus(log_sum_exp - sinks)
+    both = torch.where(log_sum_exp > sinks, above, below)
+    return o, torch.where(seen, both, sinks)
 
 
 def attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None,
-    context=None, mask_name="attn_mask",
-) -> Tensor:  # fmt: skip
+    context=OPEN, with_lse=False, mask_name="attn_mask",
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """(o, ℓ); ℓ may be None unless it is asked for."""
+    if context is OPEN:
+        context = context_of_call(query)
     compiled = torch.compiler.is_compiling()
     if not compiled and not _Said.sdpa_kernel and logger.isEnabledFor(logging.DEBUG):
         _say_sdpa_kernel()
@@ -278,20 +355,24 @@ def attend(
                 f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
             )
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    call = Call((q, k, v), mask, selection, bool(is_causal), options, scale, sinks)
-    o = _computed(call) if context is None else context.attend(_computed, mask_name, call)
-    return o if whole else o.reshape(*rows, v.shape[-1])
+    call = Call((q, k, v), mask, selection, bool(is_causal), options, scale, sinks, with_lse)
+    o, log_sum_exp = _computed(call) if context is None else context.attend(_computed, mask_name, call)
+    if whole:
+        return o, log_sum_exp
+    return o.reshape(*rows, v.shape[-1]), log_sum_exp.reshape(rows) if with_lse else None
 
 
-def _computed(call: Call) -> Tensor:
+def _computed(call: Call) -> tuple[Tensor, Any]:
     compiled = torch.compiler.is_compiling()
     (q, k, v), words = call.x, call.words
     selected, options = select(call.selection, words, q, k, call.seed, call.place)
     if compiled:
         options = f"{options} {CODE}"
     args = q, k, v, call.mask, selected, call.is_causal, call.scale, options
-    o, log_sum_exp = ops.forward(*args, True) if compiled else rules.forward(args, call.sinks is not None)
-    return o if call.sinks is None else _with_sinks(o, log_sum_exp, call.sinks)
+    o, log_sum_exp = (
+        ops.forward(*args, True) if compiled else rules.forward(args, call.with_lse or call.sinks is not None)
+    )
+    return (o, log_sum_exp) if call.sinks is None else _with_sinks(o, log_sum_exp, call.sinks, call.with_lse)
 
 
 class _Said:

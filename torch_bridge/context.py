@@ -14,7 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jax_flash_jvp.context import ORDERS, STRATEGIES, Order, Strategy, lengths_in, plan, strategy_of, zigzag_positions
+from jax_flash_jvp.context import (
+    ORDERS,
+    STRATEGIES,
+    Block,
+    Order,
+    Strategy,
+    lengths_in,
+    plan,
+    strategy_of,
+    zigzag_positions,
+)
 from torch_bridge.exchange import from_first, move
 from torch_bridge.groups import Group
 from torch_bridge.options import LARGEST, drawn, drops, narrowed, parsed, words_of
@@ -54,7 +64,7 @@ class Context(NamedTuple):
             )
         return keys if mask.ndim and mask.shape[-1] == keys else n * keys
 
-    def attend(self, attend: "Attend", mask_name: str, call: "Call") -> Tensor:
+    def attend(self, attend: "Attend", mask_name: str, call: "Call") -> tuple[Tensor, Any]:
         """Attention of parts, by attention of whole sequences, or of a ring."""
         group, (q, k, _) = self.group, call.x
         for name, a in zip(("query", "key"), (q, k), strict=True):
@@ -173,14 +183,15 @@ class Call(NamedTuple):
     words: tuple[str, ...]  # of options
     scale: float
     sinks: Tensor | None
+    with_lse: bool
     place: tuple[int, int, int] = (0, 0, 0)  # of the first head, query and key
     seed: Tensor | None = None  # of dropout, if it is drawn
 
 
-Attend = Callable[[Call], Tensor]
+Attend = Callable[[Call], tuple[Tensor, Any]]  # (o, ℓ); ℓ may be None unless it is asked for
 
 
-def _ring(attend: Attend, group: Group, call: Call) -> Tensor:
+def _ring(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
     selection = call.selection
     if selection and selection[2] is not None and selection[3] is not None:
         everyones = partial(_gathered, group._replace(order="contiguous"))
@@ -188,7 +199,7 @@ def _ring(attend: Attend, group: Group, call: Call) -> Tensor:
     return attend(call._replace(selection=selection, words=(*call.words, f"ring={group.word}")))
 
 
-def _ulysses(attend: Attend, group: Group, call: Call) -> Tensor:
+def _ulysses(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
     n, rank, heads = group.size, group.rank, call.x[0].shape[1]
     x = move("heads", group, *call.x)
     of_heads = lambda a, axis: a.unflatten(axis, (n, -1)).select(axis, rank) if a.shape[axis] == heads > 1 else a
@@ -199,11 +210,17 @@ def _ulysses(attend: Attend, group: Group, call: Call) -> Tensor:
     if selection:
         selection = (*selection[:2], *(a if a is None else _gathered(group, a) for a in selection[2:]))
     place = (rank * (heads // n), 0, 0)
-    o = attend(call._replace(x=x, mask=mask, selection=selection, sinks=sinks, place=place))
-    return move("rows", group, o)[0]
+    o, lse = attend(call._replace(x=x, mask=mask, selection=selection, sinks=sinks, place=place))
+    return back(group, o, lse if call.with_lse else None)
 
 
-def _all_gather(attend: Attend, group: Group, call: Call) -> Tensor:
+def back(group: Group, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Any]:
+    """From processes by heads."""
+    o, lse = move("rows", group, o, None if lse is None else lse[..., None])
+    return o, None if lse is None else lse[..., 0]
+
+
+def _all_gather(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
     q, k, v = call.x
     n, queries = group.size, q.shape[2]
     keys = n * k.shape[2]
@@ -218,11 +235,11 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> Tensor:
     size = queries // parts
     # without its cache, which a compiler would warn of
     blocks = plan.__wrapped__(group.order, n, queries, keys, *reach, gathered=True, apart=rate > 0)
+    seen = {block.rows[0]: block for block in blocks.blocks(group.rank, 0)}
     results, done = [], 0
-    for block in blocks.blocks(group.rank, 0):
+    while done < parts:
+        block = seen.get(done, Block((done, done + 1), (0, 1), (None, -size)))  # or rows that see nothing
         first, last = (i * size for i in block.rows)
-        if first > done:  # who see nothing
-            results.append(q.new_zeros(*q.shape[:2], first - done, v.shape[3]))
         places = [size * chunk for chunk in group.chunks_of(group.rank)[slice(*block.rows)]]
         rows = lambda a, axis, first=first, last=last: a.narrow(axis, first, last - first)
         some = call._replace(
@@ -235,10 +252,11 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> Tensor:
             segments = None if query_segments is None else rows(query_segments, 1)
             some = some._replace(selection=(lengths, of_keys, segments, key_segments))
         results.append(attend(some))
-        done = last
-    if done < queries:
-        results.append(q.new_zeros(*q.shape[:2], queries - done, v.shape[3]))
-    return results[0] if len(results) == 1 else torch.cat(results, 2)
+        done = block.rows[1]
+    if len(results) == 1:
+        return results[0]
+    outputs, lses = zip(*results, strict=True)
+    return torch.cat(outputs, 2), torch.cat(lses, 2) if call.with_lse else None
 
 
 def _gathered(group: Group, ids: Tensor) -> Tensor:

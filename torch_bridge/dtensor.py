@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 
 from jax_flash_jvp.context import Order, Strategy, strategy_of
-from torch_bridge.context import Attend, Call
+from torch_bridge.context import Attend, Call, back
 from torch_bridge.exchange import from_first, move, of_how
 from torch_bridge.groups import Group
 from torch_bridge.operators import library, ops
@@ -197,7 +197,7 @@ class Distributed(NamedTuple):
     def columns_of(self, name: str, mask: Tensor, queries: int, keys: int) -> int:
         return keys
 
-    def attend(self, attend: Attend, mask_name: str, call: Call) -> Tensor:
+    def attend(self, attend: Attend, mask_name: str, call: Call) -> tuple[Tensor, Any]:
         q, k = _dtensor(call.x[0]), _dtensor(call.x[1])
         mesh, layout = q.device_mesh, _Layout(q, k)
         call = call._replace(selection=[a.full_tensor() if isinstance(a, DTensor) else a for a in call.selection])
@@ -229,7 +229,8 @@ class Distributed(NamedTuple):
         _, heads = layout.part(k.shape[1], "heads")
         if strategy_of(self.strategy, group.size, heads, hinders, ("context_strategy", "the mesh")) == "ring":
             return attend(call._replace(words=(*call.words, f"ring={group.word}")))
-        return move("rows", group, attend(call._replace(x=move("heads", group, *call.x))))[0]
+        o, lse = attend(call._replace(x=move("heads", group, *call.x)))
+        return back(group, o, lse if call.with_lse else None)
 
 
 def _dtensor(a: Tensor) -> Any:

@@ -1,77 +1,204 @@
-"""The entry points of Tri Dao's `flash_attn_triton.py`: their layout, and their arguments."""
+"""The entry points of flash-attn, and of Tri Dao's older `flash_attn_triton.py`: their layout, and their arguments."""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function, has_torch_function
 
+from jax_flash_jvp.problem import Alignment, lower_right_of
 from torch_bridge.attention import alignment_of, attend, context_of_call, options_of, overriding
 from torch_bridge.checks import check_flag, check_number, check_tensor
 
+Results = tuple[Tensor, Tensor, None]
+OLDER = ("bias", "causal", "softmax_scale")
 
+
+def _in_either_order(function: Callable) -> Callable:
+    """What follows the tensors may also stand in the order of `flash_attn_triton.py`, which begins with a bias or None."""
+    names = [*inspect.signature(function).parameters]
+    count = names.index("dropout_p")
+
+    @functools.wraps(function)
+    def either(*args: Any, **named: Any) -> Any:
+        tensors, others = args[:count], args[count:]
+        if others and (others[0] is None or isinstance(others[0], Tensor | CausalBias)):
+            if len(others) > len(OLDER):
+                raise TypeError(
+                    f"after a `bias` there may follow `causal` and `softmax_scale`: got {len(others) - 1} more"
+                )
+            given = dict(zip(OLDER, others, strict=False), causal_alignment="upper_left")
+            for name in given.keys() & named.keys():
+                raise TypeError(f"`{name}` must not be given twice, by its place and by its name")
+            return function(*tensors, **given, **named)
+        return function(*args, **named)
+
+    return either
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, return_attn_probs: Literal[True], **named: Any
+) -> Results: ...
+@overload
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **named: Any) -> Tensor: ...
+@_in_either_order
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | CausalBias | None = None,
-    causal: bool = False,
+    dropout_p: float = 0.0,
     softmax_scale: float | None = None,
-) -> Tensor:
-    """:func:`torch_bridge.scaled_dot_product_attention` in the layout, and with the arguments, of Tri Dao's
-    `flash_attn_triton.py`: q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous
-    [B, L, Hq, Ev].  `bias` is like `attn_mask`, but goes with `causal` too: query i attends to keys 0 … i.  Errors about how
-    they fit speak of `query`, `key` and `value`."""
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    bias: Tensor | CausalBias | None = None,
+    causal_alignment: Alignment | None = None,
+) -> Tensor | Results:
+    """:func:`torch_bridge.scaled_dot_product_attention` in the layout, and with the arguments, of the flash-attn package:
+    q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous [B, L, Hq, Ev].
+
+    Args:
+      dropout_p, softmax_scale: as `dropout_p` and `scale` there.
+      causal: query i attends to keys 0 … i + S - L, so that the last one sees all; but see `causal_alignment`.
+      window_size: (left, right): query i attends to keys i + S - L - left … i + S - L + right; -1 does not limit a side.
+      softcap: `logits_soft_cap` there; 0 for none.
+      alibi_slopes: not served.
+      deterministic: without effect: results always are.
+      return_attn_probs: also return the log-sum-exp of the scores, [B, Hq, L] and differentiable, and None for the
+        probabilities, which are never formed.
+      bias: as `attn_mask` there, but goes with `causal` too.
+      causal_alignment: as there; by default "lower_right", as in flash-attn since 2.1, but "upper_left" with a `bias`.
+
+    Calls of `flash_attn_triton.py`, with a bias or None after the tensors, then `causal` and `softmax_scale`, mean what they
+    meant there: query i attends to keys 0 … i.  Errors about how tensors fit speak of `query`, `key` and `value`.
+    """
     tensors = q, k, v, overriding(bias)
     if has_torch_function(tensors):
-        return handle_torch_function(flash_attn_func, tensors, q, k, v, bias, causal, softmax_scale)
+        return handle_torch_function(
+            flash_attn_func, tensors, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, bias=bias, causal_alignment=causal_alignment,
+        )  # fmt: skip
     for name, a in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, a)
         if a.dim() != 4:
             raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
     context = context_of_call(q)
     check_flag("causal", causal)
+    check_flag("return_attn_probs", return_attn_probs)
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale)
+    if alibi_slopes is not None:
+        raise ValueError(
+            "`alibi_slopes` are not served: add slope * (key's place - query's) as a `bias` [1, heads, L, S]"
+        )
     if bias is not None:
         check_tensor("bias", bias)
+    check_number("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"`softcap` must be positive, or 0 for none: got {softcap}")
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    window = _window(window_size)
     options: tuple[str, ...] = ()
+    alignment = causal_alignment or ("lower_right" if bias is None else "upper_left")
     if isinstance(bias, CausalBias):
         if causal:
             raise ValueError("`causal` must not be given together with a `bias` that is a CausalBias: leave it out")
-        causal, options, bias = (
-            True,
-            options_of(0.0, alignment_of("bias", bias, q, k, context=context), None, None),
-            None,
-        )
-    return attend(q, k, v, bias, causal, softmax_scale, True, options, context=context, mask_name="bias").transpose(
-        1, 2
+        alignment, bias = alignment_of("bias", bias, q, k, causal_alignment or "upper_left", context), None
+        causal = True
+    lower_right_of(alignment)  # raises
+    if not (causal or window) or q.shape[2] == k.shape[2]:
+        alignment = "upper_left"  # which is then the same
+    if type(dropout_p) not in (int, float) or dropout_p or softcap or window or alignment == "lower_right":
+        options = options_of(dropout_p, alignment, window, softcap or None)
+        if dropout_p == 1:
+            v = v * 0
+    o, log_sum_exp = attend(
+        q,
+        k,
+        v,
+        bias,
+        causal,
+        softmax_scale,
+        True,
+        options,
+        context=context,
+        with_lse=return_attn_probs,
+        mask_name="bias",
     )
+    o = o.transpose(1, 2)
+    return (o, log_sum_exp, None) if return_attn_probs else o
 
 
+@overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, bias: Tensor | CausalBias | None = None, causal: bool = False, softmax_scale: float | None = None
-) -> Tensor:
+    qkv: Tensor, *arguments: Any, return_attn_probs: Literal[True], **named: Any
+) -> Results: ...
+@overload
+def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **named: Any) -> Tensor: ...
+@_in_either_order
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    bias: Tensor | CausalBias | None = None,
+    causal_alignment: Alignment | None = None,
+) -> Tensor | Results:
     """:func:`flash_attn_func` of qkv [B, L, 3, H, E], which is not copied."""
     tensors = qkv, overriding(bias)
+    ours: dict[str, Any] = dict(bias=bias, causal_alignment=causal_alignment)
+    others: list[Any]
+    others = [dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs]
     if has_torch_function(tensors):
-        return handle_torch_function(flash_attn_qkvpacked_func, tensors, qkv, bias, causal, softmax_scale)
-    q, k, v = _unpacked("qkv", qkv, 3)
-    return flash_attn_func(q, k, v, bias, causal, softmax_scale)
+        return handle_torch_function(flash_attn_qkvpacked_func, tensors, qkv, *others, **ours)
+    return flash_attn_func(*_unpacked("qkv", qkv, 3), *others, **ours)
 
 
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, *arguments: Any, return_attn_probs: Literal[True], **named: Any
+) -> Results: ...
+@overload
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor: ...
+@_in_either_order
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    bias: Tensor | CausalBias | None = None,
-    causal: bool = False,
+    dropout_p: float = 0.0,
     softmax_scale: float | None = None,
-) -> Tensor:
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    bias: Tensor | CausalBias | None = None,
+    causal_alignment: Alignment | None = None,
+) -> Tensor | Results:
     """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E], which is not copied."""
     tensors = q, kv, overriding(bias)
+    ours: dict[str, Any] = dict(bias=bias, causal_alignment=causal_alignment)
+    others: list[Any]
+    others = [dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs]
     if has_torch_function(tensors):
-        return handle_torch_function(flash_attn_kvpacked_func, tensors, q, kv, bias, causal, softmax_scale)
-    k, v = _unpacked("kv", kv, 2)
-    return flash_attn_func(q, k, v, bias, causal, softmax_scale)
+        return handle_torch_function(flash_attn_kvpacked_func, tensors, q, kv, *others, **ours)
+    return flash_attn_func(q, *_unpacked("kv", kv, 2), *others, **ours)
 
 
 def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -81,3 +208,12 @@ def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
             f"`{name}` must have shape [batch, length, {count}, heads, channels]: got {tuple(packed.shape)}"
         )
     return packed.unbind(2)
+
+
+def _window(size: Any) -> tuple[int | None, int | None] | None:
+    """`local_window_size` of a `window_size`."""
+    try:
+        left, right = (operator.index(n) for n in size)
+    except (TypeError, ValueError):
+        raise TypeError(f"`window_size` must be a pair of integers, -1 for no limit: got {size!r}") from None
+    return None if left < 0 and right < 0 else (None if left < 0 else left, None if right < 0 else right)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from consistency.config import TrainingConfig
 from consistency.data import CLASSES, DIGIT_SIZE
+from consistency.moving import place_waves
 from consistency.waves import position_waves, time_frequencies
 from jax_flash_jvp.flax import attention_fn
 
@@ -92,7 +93,7 @@ class DiffusionTransformer(nnx.Module):
         self.out = nnx.Linear(width, config.patch**2, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, images: jax.Array, times: tuple[jax.Array, ...], labels: jax.Array) -> jax.Array:
-        tokens = self.embed_patches(to_patches(images, self.patch))
+        tokens = self.embed_patches(self._to_tokens(images))
         tokens = tokens + self.positions[...].astype(tokens.dtype)
         condition = self.embed_class(labels)
         for embed, time in zip(self.embed_times, times, strict=True):
@@ -103,10 +104,32 @@ class DiffusionTransformer(nnx.Module):
         tokens = self.norm(tokens) * (1 + scale) + shift
         return self._to_image(self.out(tokens.astype(images.dtype)))
 
+    def _to_tokens(self, images: jax.Array) -> jax.Array:
+        return to_patches(images, self.patch)
+
     def _to_image(self, patches: jax.Array) -> jax.Array:
         grid = patches.reshape(-1, self.side, self.side, self.patch, self.patch)
         size = self.side * self.patch
         return grid.transpose(0, 1, 3, 2, 4).reshape(-1, size, size, 1)
+
+
+class VideoTransformer(DiffusionTransformer):
+    """Videos [batch, frames, side, side], any fixed number of times and a class label → a video. The tokens of all frames
+    are one sequence, frame after frame, so that devices that share the frames share the sequence."""
+
+    def __init__(self, config: TrainingConfig, frames: int, times: int, rngs: nnx.Rngs):
+        super().__init__(config, times, rngs)
+        self.frames = frames
+        self.positions = nnx.Param(jnp.asarray(place_waves(frames, self.side, config.width)))
+
+    def _to_tokens(self, images: jax.Array) -> jax.Array:
+        grid = images.reshape(-1, self.frames, self.side, self.patch, self.side, self.patch)
+        return grid.transpose(0, 1, 2, 4, 3, 5).reshape(len(images), -1, self.patch**2)
+
+    def _to_image(self, patches: jax.Array) -> jax.Array:
+        grid = patches.reshape(-1, self.frames, self.side, self.side, self.patch, self.patch)
+        size = self.side * self.patch
+        return grid.transpose(0, 1, 2, 4, 3, 5).reshape(-1, self.frames, size, size)
 
 
 class EncoderBlock(nnx.Module):

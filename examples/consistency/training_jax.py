@@ -95,26 +95,29 @@ def train(
     make_batch: Callable[[int], tuple[Any, ...]],
     devices: Sequence[jax.Device] | None = None,
     may_be_done: bool = False,
+    divided: int = 0,
 ) -> tuple[TrainState, History, float]:
     """Trains up to step `config.steps`. Returns the state, what was logged at each step, and steps per second.
 
     A checkpoint to resume from that has taken all steps is an error, unless `may_be_done`: then nothing is left to do.
 
     The `devices`, if not given all GPUs of this host or its CPU, divide each batch among them and compute what one would:
-    XLA sums their gradients, and the noise is that of the whole batch.
+    XLA sums their gradients, and the noise is that of the whole batch.  `divided`: along which axis, 0 of the entries of a
+    batch, 1 of the frames of a video, which is then one sequence over all devices.
     """
     if devices is None:
         devices = jax.local_devices()
         devices = devices[:1] if devices[0].platform == "cpu" else devices  # several CPU devices are one CPU
-    if config.batch % len(devices):
+    if divided == 0 and config.batch % len(devices):
         raise ValueError(
             f"`batch` must be a multiple of the {len(devices)} devices (CUDA_VISIBLE_DEVICES chooses fewer): "
             f"got {config.batch}"
         )
     if len(devices) > 1:
-        mesh = Mesh(devices, "batch")
-        shards = NamedSharding(mesh, PartitionSpec("batch"))
-        state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))  # before a checkpoint is restored alike
+        mesh = Mesh(devices, "devices")
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        shards = NamedSharding(mesh, PartitionSpec(*[None] * divided, "devices"))
+        state = jax.device_put(state, everywhere)  # before a checkpoint is restored alike
     checkpoints = Checkpoints(begin_afresh(config))  # a manager would not write steps older than those it finds
     history: History = []
     if config.resume:
@@ -126,7 +129,10 @@ def train(
         nonlocal state
         batch = make_batch(step)
         if len(devices) > 1:
-            batch = [jax.device_put(part, shards) if np.ndim(part) else part for part in batch]  # scalars go to all
+            batch = [
+                jax.device_put(part, shards if np.ndim(part) > divided else everywhere) if np.ndim(part) else part
+                for part in batch
+            ]  # scalars go to all
         state, metrics = train_step(state, *batch)
         return metrics
 

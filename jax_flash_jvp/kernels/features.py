@@ -50,7 +50,6 @@ class Features:
     deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
     late_dp: bool = False  # and its dP behind the softmax, not with the scores
     one_loop: bool = False  # tiles that need no mask go with the others
-    last_first: bool = False  # blocks go from the last to the first
     makes_statistics: bool = False  # the query side makes those of its rows
 
     @property

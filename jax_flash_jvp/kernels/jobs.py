@@ -28,9 +28,13 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
         raise ValueError(
             f"`implementation`='hopper' does not serve {reason}; ask for 'triton', which takes the portable kernels"
         )
-    if reason is None:
-        return hopper if config.faster(job, launcher, problem, x) else portable
-    logger.debug("the portable kernels run: those for Hopper do not serve %s", reason)
+    if reason is not None:
+        logger.debug("the portable kernels run: those for Hopper do not serve %s", reason)
+        return portable
+    if config.faster(job, launcher, problem, x):
+        return hopper
+    queries, keys = x.query.shape[1], x.key.shape[1]
+    logger.debug("the portable kernels run: they are faster for %s of %d queries and %d keys", job, queries, keys)
     return portable
 
 

@@ -10,14 +10,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import oracle
-from jax_flash_jvp import dot_product_attention
+from jax_flash_jvp import dot_product_attention, reorder_zigzag, restore_zigzag
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs"),
 ]
 
-BATCH, HEADS = PartitionSpec("devices"), PartitionSpec(None, None, "devices")
+BATCH, HEADS, SEQUENCE = PartitionSpec("devices"), PartitionSpec(None, None, "devices"), PartitionSpec(None, "devices")
 B, T, N, K = 4, 300, 4, 2
 
 
@@ -25,19 +25,23 @@ def draw(*shapes, dtype="bfloat16"):
     return [jnp.asarray(oracle.normal(i, *shape), dtype) for i, shape in enumerate(shapes)]
 
 
-def operands(head_dim, dtype="bfloat16"):
-    return draw((B, T, N, head_dim), (B, T, K, head_dim), (B, T, K, head_dim), dtype=dtype)
+def operands(head_dim, dtype="bfloat16", key_heads=K):
+    return draw((B, T, N, head_dim), (B, T, key_heads, head_dim), (B, T, key_heads, head_dim), dtype=dtype)
 
 
-def check(function, x, specs, kind=AxisType.Auto):
-    """On two GPUs as on one, up to which programs share a block, without moving an operand."""
+def check(function, x, specs, kind=AxisType.Auto, gathers=False):
+    """On two GPUs as on one, up to which programs share a block, without gathering an operand."""
     expected = jax.jit(function)(*x)
     mesh = jax.make_mesh((2,), ("devices",), axis_types=(kind,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
         put = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(x, specs, strict=True)]
         compiled = jax.jit(function).lower(*put).compile()
         got = compiled(*put)
-    assert "all-gather" not in compiled.as_text()
+    assert ("all-gather" in compiled.as_text()) == gathers
+    close(got, expected)
+
+
+def close(got, expected):
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         a, b = np.float64(a), np.float64(b)
         assert np.abs(b).max() > 0
@@ -101,3 +105,69 @@ def test_memory_of_each_gpu():
     both, alone = (gradient.lower(*x).compile().memory_analysis() for x in (of(4, sharding=spread), of(2)))
     for size in ("temp_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes"):
         assert getattr(both, size) <= 1.01 * getattr(alone, size), size
+
+
+# ------------------------------------------------------------------------------------------ one sequence over both
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("key_heads", [2, 1], ids=["ulysses", "ring"])
+@pytest.mark.parametrize(
+    ("family", "head_dim", "dtype"),
+    [("hopper", 64, "bfloat16"), ("hopper", 128, "float16"), ("triton", 72, "bfloat16"), ("triton", 64, "float32")],
+)
+def test_a_sequence_is_divided(family, head_dim, dtype, key_heads, is_causal, kind):
+    attend = functools.partial(dot_product_attention, is_causal=is_causal, implementation=family)
+    check(functools.partial(derivatives, attend), operands(head_dim, dtype, key_heads), [SEQUENCE] * 3, kind)
+
+
+def test_queries_alone_are_divided():
+    attend = functools.partial(dot_product_attention, implementation="triton")
+    check(functools.partial(derivatives, attend), operands(64), [SEQUENCE, PartitionSpec(), PartitionSpec()])
+
+
+@pytest.mark.parametrize("key_heads", [2, 1], ids=["ulysses", "ring"])
+@pytest.mark.parametrize("option", ["lengths", "segments", "mask", "window", "bias", "dropout"])
+def test_what_selects_is_divided_too(option, key_heads):
+    ids = jnp.asarray(np.arange(T) // 70 + np.zeros((B, 1)), jnp.int32)
+    options = {
+        "lengths": dict(key_value_seq_lengths=jnp.array([T, 3, 130, 0], jnp.int32)),
+        "segments": dict(query_segment_ids=ids, key_value_segment_ids=ids),
+        "mask": dict(mask=jnp.asarray(oracle.normal(0, B, 1, T, T) > 0)),
+        "window": dict(local_window_size=(100, 20)),
+        "bias": dict(bias=draw((1, N, T, T))[0]),
+        "dropout": dict(dropout_rate=0.5, dropout_key=jax.random.key(0)),
+    }[option]
+    attend = functools.partial(dot_product_attention, implementation="triton", **options)
+    gathers = option == "segments" and key_heads == 2  # the segments themselves
+    check(functools.partial(derivatives, attend), operands(64, key_heads=key_heads), [SEQUENCE] * 3, gathers=gathers)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("strategy", ["ulysses", "ring", "all_gather"])
+def test_strategies(strategy, order):
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    options = dict(is_causal=True, implementation="hopper")
+    shared = functools.partial(
+        dot_product_attention, context_axis="devices", context_strategy=strategy, context_order=order, **options
+    )
+    inside = jax.shard_map(shared, mesh=mesh, in_specs=SEQUENCE, out_specs=SEQUENCE)
+    there, back = (reorder_zigzag, restore_zigzag) if order == "zigzag" else (lambda a, _: a,) * 2
+    attend = lambda *x: back(inside(*(there(a, 2) for a in x)), 2)
+    got = jax.jit(functools.partial(derivatives, attend))(*operands(128))
+    expected = jax.jit(functools.partial(derivatives, functools.partial(dot_product_attention, **options)))(
+        *operands(128)
+    )
+    close(got, expected)
+
+
+def test_memory_of_a_sequence():
+    """The residuals of each GPU are those of its part, in a ring of two as in one of eight."""
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    spread = NamedSharding(mesh, SEQUENCE)
+    of = lambda length, **how: [jax.ShapeDtypeStruct((1, length, 8, 64), jnp.bfloat16, **how)] * 3
+    layer = lambda q, k, v: (dot_product_attention(q, k, v, implementation="triton"), k, v)
+    four = lambda *x: functools.reduce(lambda x, _: layer(*x), range(4), x)[0].astype(jnp.float32).sum()
+    both, alone = (jax.jit(jax.grad(four)).lower(*x).compile() for x in (of(16384, sharding=spread), of(16384)))
+    assert both.memory_analysis().temp_size_in_bytes <= 0.8 * alone.memory_analysis().temp_size_in_bytes

@@ -18,5 +18,11 @@ def code(page: pathlib.Path) -> str:
     return program
 
 
+def needs(page: pathlib.Path) -> list[str]:
+    """Packages without which a page does not run: <!-- needs: NAME NAME -->."""
+    found = re.search(r"^<!-- needs: (.+) -->$", page.read_text(), re.MULTILINE)
+    return found[1].split() if found else []
+
+
 def with_code() -> list[pathlib.Path]:
     return [page for page in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(page.read_text())]

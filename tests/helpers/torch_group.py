@@ -69,6 +69,7 @@ class Sizes(NamedTuple):
             "bias-of-heads": Case(bias=(N, 1, 1)),
             "soft-cap": Case(dict(logits_soft_cap=0.7, scale=0.9)),
             "sinks": Case(dict(is_causal=True), sinks=True),
+            "lse": Case(dict(return_lse=True, is_causal=True, causal_alignment="lower_right"), sinks=True),
             "dropout": Case(dict(dropout_p=0.4, is_causal=True)),
         }  # fmt: skip
 
@@ -125,7 +126,8 @@ def run_case(case, sizes, strategy, part, group, dtype, device="cpu"):
     def of(attention, arguments, seed=7):
         def call(q, k, v, *others):
             torch.manual_seed(seed)
-            return attention(q, k, v, **arguments, **dict(zip(kinds[3:], others, strict=True)))
+            results = attention(q, k, v, **arguments, **dict(zip(kinds[3:], others, strict=True)))
+            return results if isinstance(results, torch.Tensor) else results[0] * results[1][..., None]
 
         return call
 

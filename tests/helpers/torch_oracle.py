@@ -36,6 +36,7 @@ def naive(
     key_value_segment_ids=None,
     logits_soft_cap=None,
     sinks=None,
+    return_lse=False,
     kept=None,  # what dropout multiplies the probabilities by
 ):
     """Attention as it is written down, which PyTorch differentiates."""
@@ -71,7 +72,20 @@ def naive(
         s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], -1)
     nowhere = (s == -torch.inf).all(-1, keepdim=True)
     p = torch.softmax(s.masked_fill(nowhere, 0), -1).masked_fill(nowhere, 0)[..., : key.shape[-2]]
-    return (p if kept is None else p * kept) @ value
+    o = (p if kept is None else p * kept) @ value
+    if not return_lse:
+        return o
+    return o, torch.logsumexp(s.masked_fill(nowhere, 0), -1).masked_fill(nowhere[..., 0], -torch.inf)
+
+
+def with_lse(attention):
+    """One tensor of the output and the log-sum-exp, whose derivatives have parts of both."""
+
+    def attend(*x, **arguments):
+        o, log_sum_exp = attention(*x, **arguments, return_lse=True)
+        return o + torch.where(log_sum_exp == -torch.inf, 0, log_sum_exp).sin()[..., None]
+
+    return attend
 
 
 def leaves(tree):

@@ -43,7 +43,7 @@ MULTIPROCESSORS = {"whole": None, "shared": 90}
 
 def last_launch(job, head_dim, kind):
     recorder, batch = Recorder(90), 4
-    long, kind = kind.startswith("long-"), kind.removeprefix("long-")  # loops that have rings of their own
+    long, kind = kind.startswith("long-"), kind.removeprefix("long-")  # loops that have not the rings of short ones
     length = LENGTHS.get(kind, 1024) + 8192 * long
     recorder.multiprocessors = MULTIPROCESSORS.get(kind, 16)
     shape = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -342,9 +342,10 @@ def test_whether_row_statistics_take_a_kernel(head_dim, length, plain, dual):
         (8192, 128, "documents", ["hopper"] * 5),
     ],
 )
-def test_which_kernels_are_taken(length, head_dim, how, families):
+def test_which_kernels_are_taken(length, head_dim, how, families, caplog):
     """Of forward, forward + tangent, backward, tangent and dual backward, unless a family is asked for: short sequences do not
-    fill the rings, unless there are many."""
+    fill the rings, unless there are many.  The log says so."""
+    caplog.set_level("DEBUG", "jax_flash_jvp")
     words = (how or "").split()
     recorder, batch = Recorder(90), 66 if "many" in words else 1
     o = jax.ShapeDtypeStruct((batch, length, 2, head_dim), jnp.bfloat16)
@@ -365,6 +366,10 @@ def test_which_kernels_are_taken(length, head_dim, how, families):
     others = ("statistics", "key_means", "look_at_tiles", "list_tiles", "pack")
     kernels = [kernel for kernel, *_ in recorder.launches if kernel.__name__ not in others]
     assert [kernel.fn.__module__.split(".")[-2] for kernel in kernels] == families
+    computed = zip(("forward", "forward_dual", "backward", "forward_dual", "backward_dual"), families, strict=True)
+    faster = "the portable kernels run: they are faster for {} of {} queries and {} keys"
+    said = [faster.format(job, length, length) for job, family in computed if family == "portable"]
+    assert [record.getMessage() for record in caplog.records] == said
 
 
 @pytest.mark.parametrize(

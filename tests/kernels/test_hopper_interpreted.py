@@ -96,8 +96,8 @@ def test_every_job(shape, causal, late):
 
 @pytest.fixture
 def as_if_long(monkeypatch):
-    """Rings are those of long loops, with three warpgroups where they may have them, and loops with masks follow others."""
-    for name in ("SHORT", "ONE_LOOP", "LONG"):
+    """Rings are those of the tables, with three warpgroups where they may have them, and loops with masks follow others."""
+    for name in ("SHORT", "ONE_LOOP"):
         monkeypatch.setattr(config, name, 0)
     monkeypatch.setattr(config, "PAIR_UP_TO", {True: 0, False: 0})
 
@@ -107,7 +107,7 @@ def as_if_long(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.thorough
 def test_long_loops(causal, late):
-    """Those of 64 channels whose last product waits for the next tile there alone."""
+    """Of 64 channels, whose last product waits for the next tile, but not in short loops."""
     launcher = gluon_on_numpy.Launcher(late=late)
     check(problem(64, causal), *operands((1, 70, 300, 2, 1, 64)), launcher=launcher)
     assert sum(features.deferred for _, features, _ in launcher.launched) == 3  # a query side, and both key sides

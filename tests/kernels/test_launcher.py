@@ -1,11 +1,15 @@
 """A launch names what each parameter of its kernel is given."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import triton
 
+from jax_flash_jvp import kernels
+from jax_flash_jvp.kernels.features import Axes, Features
 from jax_flash_jvp.kernels.launcher import PLACEHOLDER, Launch, Output, Rows
 
 
@@ -50,3 +54,19 @@ def test_the_first_array_may_be_read_through_a_descriptor():
 def test_wrong_names(change, message):
     with pytest.raises(TypeError, match=message):
         dataclasses.replace(LAUNCH, **change)
+
+
+def passed_fields(source):
+    """Fields of FEATURES that are no bool and go into a call as they are."""
+    of_axes = {field.name for field in dataclasses.fields(Features) if field.type is Axes}
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    arguments = [a for call in calls for a in (*call.args, *(k.value for k in call.keywords))]
+    fields = [a for a in arguments if isinstance(a, ast.Attribute) and ast.unparse(a.value) == "FEATURES"]
+    return [ast.unparse(a) for a in fields if a.attr in of_axes]
+
+
+def test_no_field_of_axes_is_passed_to_a_function():
+    """Triton 3.6 does not compile that; newer ones, which the tests have, do."""
+    assert passed_fields("head_slice(X, size, FEATURES.mask)") == ["FEATURES.mask"]
+    sources = Path(kernels.__file__).parent.rglob("*.py")
+    assert {path.name: fields for path in sources if (fields := passed_fields(path.read_text()))} == {}

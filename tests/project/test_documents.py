@@ -27,7 +27,7 @@ def files() -> list[Path]:
 
 
 def run(program: str, folder: Path) -> str:
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "examples")))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "examples", *os.environ.get("PYTHONPATH", "").split(os.pathsep))))
     environment = os.environ | dict(PYTHONPATH=path, JAX_PLATFORMS="cpu", MPLBACKEND="Agg", OPENBLAS_NUM_THREADS="1")
     command = [sys.executable, "-c", program]
     process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -50,6 +50,8 @@ def test_readme_runs(tmp_path, framework, shape):
     ],
 )
 def test_page_runs(tmp_path, page):
+    for package in pages.needs(page):
+        pytest.importorskip(package)
     run(pages.code(page), tmp_path)
 
 

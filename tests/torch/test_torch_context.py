@@ -18,7 +18,7 @@ EVERY = [*torch_group.Sizes().cases()]
 MOST = [
     "causal/ring/zigzag", "causal/ulysses/zigzag", "groups/all_gather/zigzag", "cross/ring/contiguous",
     "segments/ring/contiguous", "lengths/ring/zigzag", "window/ring/contiguous", "bias/ring/contiguous",
-    "bias-of-keys/ulysses/zigzag", "sinks/ulysses/contiguous", "dropout/ring/zigzag",
+    "bias-of-keys/ulysses/zigzag", "sinks/ulysses/contiguous", "dropout/ring/zigzag", "lse/ulysses/zigzag",
 ]  # fmt: skip
 
 

@@ -75,8 +75,9 @@ KEY_SIDE = {
     (32, "tangent"): Ring(64, 16, False),  # not measured
     # H100, 2026-11-25, L = 256 to 16,384: 0.92 of the time at 2048 and 8192, 0.97 at 256, with both deferred and late dP
     (64, "plain"): Ring(64, 8, True, 3, deferred=True, late_dp=True),
-    (64, "dual"): Ring(32, 16, False),  # H200, 2026-11-22, L = 8192
-    (64, "tangent"): Ring(64, 8, False),  # likewise
+    # H100, 2026-11-27, L = 512 to 2048: 0.98 to 0.99 of the dual backward's time by being deferred, with turns
+    (64, "dual"): Ring(32, 16, True, deferred=True),
+    (64, "tangent"): Ring(64, 8, False),  # H200, 2026-11-22, L = 8192
     # H100, 2026-11-25, L = 256 to 16,384: 0.84 to 0.87 of the time at 72 channels and 0.91 to 0.94 at 128 by being deferred
     (96, "plain"): Ring(64, 6, True, deferred=True),
     (128, "plain"): Ring(64, 6, True, deferred=True),
@@ -107,10 +108,11 @@ KEYS = {
     (256, "tangent"): Split(32, 6, False),  # likewise
 }
 QUERY_SIDE = {
-    (32, "plain"): Ring(64, 12, True, 3),  # H200, 2026-11-23, L = 8192
+    (32, "plain"): Ring(64, 12, True, 3, deferred=True),  # H200, 2026-11-23, L = 8192
     (32, "dual"): Ring(64, 16, False),  # likewise
     (32, "tangent"): Ring(64, 16, False),  # not measured
-    (64, "plain"): Ring(64, 12, True, 3),  # H200, 2026-11-24, L = 8192
+    # H100, 2026-11-27, L = 256 to 2048: 0.99 to 1.01 of the backward's time by being deferred, at 2048 0.99
+    (64, "plain"): Ring(64, 12, True, 3, deferred=True),
     (64, "dual"): Ring(64, 12, False),  # H200, 2026-11-22, L = 8192
     (64, "tangent"): Ring(64, 10, False),  # likewise
     (96, "plain"): Ring(128, 6, True),  # H100, 2026-11-24, L = 256 and 8192
@@ -129,13 +131,6 @@ QUERY_SIDE = {
 
 # With two warpgroups another tile, and so where blocks are not alike.  H200, 2026-11-23, L = 8192.
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
-# In loops over more than LONG rows.  H100, 2026-11-25, L = 256 to 16,384: the plain query side at 64 channels takes 0.95
-# to 0.98 of the time, at 512 and 1024 1.02 to 1.03; the dual key side there 0.93 to 0.96, at 512 and 1024 1.03.
-LONG = 1024
-IN_LONG_LOOPS = {
-    Ring(64, 12, True, 3): Ring(64, 12, True, 3, deferred=True),
-    Ring(32, 16, False): Ring(32, 16, True, deferred=True),
-}
 # Where blocks differ and a row sees at most SHORT others, or those of its segment: smaller tiles and blocks, of which less is
 # computed in vain.  H100, 2026-11-26, L = 256 to 8192.
 SHORT = 512
@@ -146,7 +141,7 @@ IN_SHORT_LOOPS = {
     Ring(128, 4, True): Ring(64, 8, True),
     Ring(128, 8, True): Ring(64, 16, True),
     Ring(64, 6, True, 3): Ring(64, 8, True),
-    Ring(64, 12, True, 3): Ring(64, 12, True),
+    Ring(64, 12, True, 3, deferred=True): Ring(64, 12, True),
     Ring(64, 8, True, 3): Ring(64, 8, True),
     Ring(64, 8, True, 3, deferred=True, late_dp=True): Ring(64, 8, True),
 }

@@ -172,7 +172,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     key = ((x.key, tx.key), (x.value, tx.value))
     by_query, by_key = call.sweep(by_key=False), call.sweep(by_key=True)
 
-    def side(sweep: Sweep, ring: Ring, wanted: Wanted, statistics, makes: bool = False, last_first: bool = False):
+    def side(sweep: Sweep, ring: Ring, wanted: Wanted, statistics, makes: bool = False):
         """The outputs of the kernel: DA, DC, TDA, TDC; of the query side also DELTA_OUT and T_DELTA_OUT, and LSE2_OUT if it
         makes the statistics of its rows."""
         row = not sweep.by_key
@@ -192,7 +192,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
                 DA=like if wanted.a else None, DC=like if wanted.c else None, TDA=like if wanted.ta else None,
                 TDC=like if wanted.tc else None, LSE2_OUT=call.statistic if makes else None,
                 DELTA_OUT=call.statistic if row else None, T_DELTA_OUT=call.statistic if row and wanted.ta else None,
-            ), (sum(wanted), rows_summed), dict(makes_statistics=makes, last_first=last_first),
+            ), (sum(wanted), rows_summed), dict(makes_statistics=makes),
             T=ring.tile, ROW=row,
             HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
             HAS_D_LSE=row and d_lse is not None, HAS_TD_LSE=row and t_d_lse is not None,
@@ -227,8 +227,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     of_rows = dict.fromkeys(("D_LSE", "TD_LSE", "KEY_MEAN", "T_KEY_MEAN", "COMMON"))
 
     def key_side(ring: Ring, wanted: Wanted) -> None:
-        last_first = by_key.alike and not dual  # from rows on that the query side has just read
-        got = side(by_key, by_key.ring(ring), wanted, statistics | of_rows, last_first=last_first)
+        got = side(by_key, by_key.ring(ring), wanted, statistics | of_rows)
         results = dict(key=got["DA"], value=got["DC"], t_key=got["TDA"], t_value=got["TDC"])
         gradients.update({name: a for name, a in results.items() if a is not None})
 

@@ -61,8 +61,7 @@ def divided(i, n, reciprocal):
 @gluon.jit
 def own_block(i, ints, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
     """(block, batch entry and head) of number i.  Under causality the longest blocks, first or last, of a few heads go
-    before the shorter: head after head, the last ones would begin a long block when others are done.  Where all are alike, they
-    may go from the last to the first."""
+    before the shorter: head after head, the last ones would begin a long block when others are done."""
     if FEATURES.right:
         first = divided(i, n_blocks, ints.of_blocks)[0] // TOGETHER * TOGETHER
         left = divided(ints.n, n_blocks, ints.of_blocks)[0] - first
@@ -74,8 +73,6 @@ def own_block(i, ints, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr)
             block = n_blocks - 1 - block
         return block, first + i_head
     else:
-        if FEATURES.last_first:  # of those that are not shared
-            i = gl.where(i < ints.n_whole, ints.n_whole - 1 - i, i)
         i_head, block = divided(i, n_blocks, ints.of_blocks)
         return block, i_head
 

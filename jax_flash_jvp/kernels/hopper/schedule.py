@@ -96,13 +96,11 @@ class Sweep:
         return Rounds(whole + (rest > 0), 0)
 
     def ring(self, ring: Ring) -> Ring:
-        """What becomes of a ring of the table: loops may be short or long, blocks of which there are lists have a power of two of
-        rows, and two warpgroups may leave fewer multiprocessors without a block than three."""
+        """What becomes of a ring of the table: loops may be short, blocks of which there are lists have a power of two of rows,
+        and two warpgroups may leave fewer multiprocessors without a block than three."""
         listed = self.features.tiles.present
         if not self.alike and not self.features.mask.present and (self.seen <= config.SHORT or listed):
             ring = config.IN_SHORT_LOOPS.get(ring, ring)
-        elif self.length(ring) > config.LONG:
-            ring = config.IN_LONG_LOOPS.get(ring, ring)
         if ring.groups == 3:
             pair = config.WITH_TWO.get(ring, ring._replace(groups=2))
             two, three = (self.rounds(r).time * r.groups for r in (pair, ring))

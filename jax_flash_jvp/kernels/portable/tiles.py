@@ -133,13 +133,27 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
         return Tile(16, 16, 4, 1)
     if int(target) < 80:
         return None
-    kind = "half" if dtype in ("float16", "bfloat16") else precision
+    kind = kind_of(dtype, precision)
     if job == "forward_dual" and kind == "ieee" and padded(head_dim) == 32:
         return Tile(32, 32, 8, 2)  # on that for 64 channels the compiler of Triton 3.9 stops, on sm_90
-    row = (_TABLES[kind][_LIKE.get(int(target), 86)] | _SCORE_SIDE[kind])[job]
-    columns = HEAD_DIMS_AND_96 if len(row) == len(HEAD_DIMS_AND_96) else HEAD_DIMS
-    column = next(i for i, most in enumerate(columns) if head_dim <= most)
+    row = row_of(job, kind, int(target))
+    column = column_of(row, head_dim)
     return Tile(*row[column]) if column < len(row) else None
+
+
+def kind_of(dtype: str, precision: str) -> str:
+    """Of products: which tables serve them."""
+    return "half" if dtype in ("float16", "bfloat16") else precision
+
+
+def row_of(job: str, kind: str, target: int) -> tuple[tuple, ...]:
+    return (_TABLES[kind][_LIKE.get(target, 86)] | _SCORE_SIDE[kind])[job]
+
+
+def column_of(row: tuple[tuple, ...], head_dim: int) -> int:
+    """Of a tile in that row; one past its end where it has none."""
+    columns = HEAD_DIMS_AND_96 if len(row) == len(HEAD_DIMS_AND_96) else HEAD_DIMS
+    return next(i for i, most in enumerate(columns) if head_dim <= most)
 
 
 def lighter(tile: Tile, job: str) -> Tile:

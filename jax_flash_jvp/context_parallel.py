@@ -1,0 +1,379 @@
+"""A job of attention where devices share the sequence, in JAX: a ring below the rules of differentiation.
+
+So a derivative keeps its kernels, and no residual knows of a ring: each job here is the same job on pairs of shards, whose
+results are merged or summed, see `context.py`.  What travels is under way while a pair is computed: the shard for the next
+step is sent before, and what this shard has collected so far arrives meanwhile.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import tree_flatten, tree_unflatten
+
+from jax_flash_jvp.context import Block, Context, chunks_of, lengths_in, merged, plan, zigzag_positions
+from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
+
+Pair = Callable[..., Any]  # pair(name, problem, x, *args, **static): the job of one device
+Wants = tuple[bool, ...]
+KINDS = Operands(
+    "rows", "columns", "columns", "scores", "scores", None, None, "rows", "columns", None
+)  # what else there is, all devices have alike
+
+
+def reorder_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
+    """An array with the axis of its sequence in zig-zag order, so that equal shards are what `context_order`="zigzag" means.
+
+    Of 2n chunks, n being the number of `devices`, the first shard has the first and the last, and so on.  Places for rotary
+    embeddings are then `zigzag_positions(length, devices)`.
+    """
+    return jnp.take(x, zigzag_positions(x.shape[axis], devices), axis)
+
+
+def restore_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
+    """The inverse of `reorder_zigzag`."""
+    return jnp.take(x, np.argsort(zigzag_positions(x.shape[axis], devices)), axis)
+
+
+def kinds_of(part: Any) -> Iterator[tuple[str | None, int]]:
+    """Of each leaf of a job's arguments or results, its kind, and which axis the rows or columns are."""
+    if isinstance(part, Operands):
+        yield from ((kind, 1) for kind, a in zip(KINDS, part, strict=True) if a is not None)
+    elif part is not None and any(isinstance(a, tuple | list) for a in part):
+        for a in part:
+            yield from kinds_of(a)
+    elif part is not None:
+        yield from (("rows", axis) for a, axis in zip(part, (1, 2), strict=True) if a is not None)
+
+
+def columns_of(args: Any) -> list[Any]:
+    return [a for a, (kind, _) in zip(jax.tree.leaves(args), kinds_of(args), strict=True) if kind == "columns"]
+
+
+# ------------------------------------------------------------------------------------------------ the shards
+
+
+class Shards:
+    """A device's share of a call, and of those of the others what a step brings."""
+
+    def __init__(self, context: Context, problem: Problem, x: Operands):
+        self.axes, self.devices, self.order = context.axes, context.devices, context.order
+        self.device = lax.axis_index(self.axes)
+        self.gathered = context.strategy == "rows"
+        queries, keys = x.query.shape[1], x.key.shape[1]
+        self.reach = problem.reach(queries * self.devices, keys if self.gathered else keys * self.devices)
+        self.plan = plan(
+            self.order, self.devices, queries, keys, *self.reach, gathered=self.gathered, apart=x.seed is not None
+        )
+        self.steps = len(self.plan.table[0])
+        self.row_parts = len(chunks_of(self.order, self.devices, 0))
+        self.column_parts = 1 if self.gathered else self.row_parts
+        self.row_chunk, self.column_chunk = queries // self.row_parts, keys // self.column_parts
+        at_once = all([b.rows for b in blocks] == [(0, self.row_parts)] for blocks in self.plan.kinds)
+        self.partial = self.steps > 1 or not at_once
+        self.problem = dataclasses.replace(
+            problem, context=None, is_causal=False, lower_right=False, partial=self.partial
+        )
+
+    def problem_of(self, block: Block) -> Problem:
+        return dataclasses.replace(self.problem, window=block.window)
+
+    def part(self, block: Block, step: Any, args: Any, columns: Sequence[Any]) -> Any:
+        """The arguments for a block, of those of all rows of this device, and the columns of this step."""
+        leaves, tree = tree_flatten(args)
+        arrived, cut = iter(columns), []
+        for a, (kind, axis) in zip(leaves, kinds_of(args), strict=True):
+            if kind == "rows" or (kind == "scores" and a.shape[2] > 1):
+                a = _sliced(a, axis if kind == "rows" else 2, block.rows, self.row_chunk)
+            if kind == "columns":
+                a = _sliced(next(arrived), axis, block.columns, self.column_chunk)
+            if kind == "scores" and a.shape[3] > 1 and not self.gathered:
+                starts = self.column_starts(block, step)
+                a = jnp.concatenate([lax.dynamic_slice_in_dim(a, start, self.column_chunk, 3) for start in starts], 3)
+            cut.append(a)
+        x, *rest = tree_unflatten(tree, cut)
+        rows, columns = self.row_starts(block), self.column_starts(block, step)
+        if x.query_lengths is not None:
+            x = x._replace(query_lengths=lengths_in(jnp, x.query_lengths, rows, self.row_chunk))
+        if x.key_lengths is not None:
+            x = x._replace(key_lengths=lengths_in(jnp, x.key_lengths, columns, self.column_chunk))
+        if x.seed is not None:
+            places = jnp.stack([jnp.asarray(n, jnp.int32) for n in (rows[0], columns[0])])
+            x = x._replace(seed=jnp.concatenate([x.seed[:, :3], x.seed[:, 3:] + places], 1))
+        return x, *rest
+
+    def row_starts(self, block: Block) -> list[Any]:
+        """Where the chunks of a block begin."""
+        chunks = chunks_of(self.order, self.devices, self.device)
+        return [chunk * self.row_chunk for chunk in chunks[slice(*block.rows)]]
+
+    def column_starts(self, block: Block, step: Any) -> list[Any]:
+        chunks = (0,) if self.gathered else chunks_of(self.order, self.devices, (self.device - step) % self.devices)
+        return [chunk * self.column_chunk for chunk in chunks[slice(*block.columns)]]
+
+    def added(self, whole: Any, part: Any, zeros: Any, kind: str, block: Block, step: Any) -> Any:
+        """Of gradients, a block's to the sum so far, which may be None."""
+        if kind == "scores":
+            whole = zeros if whole is None else whole
+            row = block.rows[0] * self.row_chunk if whole.shape[2] > 1 else 0
+            starts = self.column_starts(block, step)
+            for piece, column in zip(jnp.split(part, len(starts), 3), starts, strict=True):
+                at = (0, 0, row, column)
+                whole = lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, at, piece.shape) + piece, at)
+            return whole
+        parts, chunk = (block.rows, self.row_chunk) if kind == "rows" else (block.columns, self.column_chunk)
+        if part.shape == zeros.shape:
+            return part if whole is None else whole + part
+        whole = zeros if whole is None else whole
+        return _replaced(whole, _sliced(whole, 1, parts, chunk) + part, 1, parts, chunk)
+
+    def sent(self, tree: Any) -> Any:
+        """To the next device."""
+        ring = [(i, (i + 1) % self.devices) for i in range(self.devices)]
+        return jax.tree.map(lambda a: lax.ppermute(a, self.axes, ring), tree)
+
+    def around(self, compute: Callable, columns: list[Any], rows: Any) -> tuple[Any, list[Any]]:
+        """compute(blocks, step, columns, rows) gives the rows with those of these blocks, and what the columns collect.  After
+        all steps: the rows, and what this device's own columns have collected."""
+
+        def at(steps: range, step: Any, columns: list[Any], rows: Any) -> Any:
+            numbers = sorted({of_device[s] for of_device in self.plan.table for s in steps})
+            kinds = [self.plan.kinds[number] for number in numbers]
+            if len(kinds) == 1:
+                return compute(kinds[0], step, columns, rows)
+            places = [[numbers.index(n) if n in numbers else 0 for n in row] for row in self.plan.table]
+            branches = [lambda *operands, blocks=blocks: compute(blocks, step, *operands) for blocks in kinds]
+            return lax.switch(jnp.asarray(places, jnp.int32)[self.device, step], branches, columns, rows)
+
+        last = self.steps - 1
+        ahead = self.sent(columns) if last else []
+        rows, collected = at(range(1), 0, columns, rows)
+
+        def turn(carry: Any, step: Any) -> tuple[Any, None]:
+            columns, rows, collected = carry
+            ahead, collected = self.sent(columns), self.sent(collected)
+            rows, more = at(range(1, last), step, columns, rows)
+            return (ahead, rows, jax.tree.map(jnp.add, collected, more)), None
+
+        if last > 1:
+            steps = jnp.arange(1, last, dtype=jnp.int32)
+            (ahead, rows, collected), _ = lax.scan(turn, (ahead, rows, collected), steps)
+        if last:
+            collected = self.sent(collected)
+            rows, more = at(range(last, last + 1), last, ahead, rows)
+            collected = self.sent(jax.tree.map(jnp.add, collected, more))
+        return rows, collected
+
+
+def _sliced(a: Any, axis: int, parts: tuple[int, int], chunk: int) -> Any:
+    return lax.slice_in_dim(a, parts[0] * chunk, parts[1] * chunk, axis=axis)
+
+
+def _replaced(whole: Any, part: Any, axis: int, parts: tuple[int, int], chunk: int) -> Any:
+    if part.shape == whole.shape:
+        return part
+    return lax.dynamic_update_slice_in_dim(whole, part, parts[0] * chunk, axis)
+
+
+# ------------------------------------------------------------------------------------------------ the jobs
+
+
+def run(pair: Pair, name: str, problem: Problem, x: Operands, *args: Any, **static: Any) -> Any:
+    """The job on this device's shards of the arguments: its shards of the results."""
+    context = problem.context
+    assert context is not None
+    shards = Shards(context, problem, x)
+    causal = shards.reach == (None, 0) and x.query.shape[1] == x.key.shape[1] and not shards.gathered
+    if causal and context.order == "contiguous" and x.query.shape[1] % 2 == 0:
+        # else the last device would compute all of its pairs, and the first one of them
+        zigzag = dataclasses.replace(problem, context=dataclasses.replace(context, order="zigzag"))
+        results = run(pair, name, zigzag, *_exchanged(_to_zigzag, (x, *args), context), **static)
+        return _exchanged(_from_zigzag, results, context)
+    if name == "tangent":  # P of a part of the keys, from the ℓ of all, has rows whose sum is not one
+        return _forward(pair, shards, x, args[1])[1]
+    if name in ("forward", "forward_dual"):
+        return _forward(pair, shards, x, *args)
+    if name == "backward":
+        return _backward(pair, shards, (x, *args), [static["want"]])[0]
+    if name == "backward_tangent":
+        y, cty, _, t = args
+        return _backward(pair, shards, (x, y, cty, t), [(False,) * len(x), static["want"]])[1]
+    return _backward(pair, shards, (x, *args), [static["want"], static["want_tangent"]])
+
+
+def _forward(pair: Pair, shards: Shards, x: Operands, *tx: Operands) -> Any:
+    name, args, axes = ("forward_dual", (x, *tx), (1, 2, 1, 2)) if tx else ("forward", (x,), (1, 2))
+    dtype = np.promote_types(x.query.dtype, jnp.float32)
+    zeros = lambda *shape: lax.full_like(x.query, 0, dtype, shape)  # varies over a shard_map's axes as the query does
+    o, statistic = zeros(*x.query.shape[:3], x.value.shape[3]), zeros(x.query.shape[0], *x.query.shape[2:0:-1])
+    nothing = (o, statistic - np.inf, o, statistic)[: len(axes)]
+
+    def compute(blocks: tuple[Block, ...], step: Any, columns: list[Any], rows: Any) -> Any:
+        for block in blocks:
+            got = tuple(jax.tree.leaves(pair(name, shards.problem_of(block), *shards.part(block, step, args, columns))))
+            if rows is None and got[1].shape == statistic.shape:
+                rows = got
+                continue
+            rows = nothing if rows is None else rows
+            place = (block.rows, shards.row_chunk)
+            before = [_sliced(a, axis, *place) for a, axis in zip(rows, axes, strict=True)]
+            both = merged(jnp, before, got)
+            rows = tuple(_replaced(a, part, axis, *place) for a, part, axis in zip(rows, both, axes, strict=True))
+        return nothing if rows is None else rows, []
+
+    rows, _ = shards.around(compute, columns_of(args), None)
+    o, lse, *t = (a.astype(x.query.dtype) if axis == 1 else a for a, axis in zip(rows, axes, strict=True))
+    return ((o, lse), tuple(t)) if tx else (o, lse)
+
+
+def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wants]) -> list[Operands]:
+    """The wanted gradients, and if some may be wanted, their tangents."""
+    x, (_, lse), cy, *t = args
+    of_rows = x.bias is not None and x.bias.shape[3] == 1  # the gradient of such a bias is that of ℓ, whatever the keys
+    asked = [(*w[: DIFFERENTIABLE - 1], w[DIFFERENTIABLE - 1] and not of_rows) for w in wants]
+    name, static = "backward", dict(want=asked[0])
+    if len(asked) == 2:
+        name, static = "backward_dual", dict(want=asked[0], want_tangent=asked[1])
+    dtype = lambda a: np.promote_types(x.query.dtype, jnp.float32) if shards.partial else a.dtype
+    zeros = [
+        Operands(*(lax.full_like(x.query, 0, dtype(a), a.shape) if w else None for a, w in zip(x, want, strict=False)))
+        for want in asked
+    ]
+    leaves, tree = tree_flatten(zeros)
+    kinds = [str(kind) for kind, _ in kinds_of(zeros)]
+
+    def compute(blocks: tuple[Block, ...], step: Any, columns: list[Any], rows: Any) -> Any:
+        sums = [None] * len(leaves) if rows is None else [*rows]
+        sums = [None if kind == "columns" else a for a, kind in zip(sums, kinds, strict=True)]
+        for block in blocks:
+            got = jax.tree.leaves(
+                pair(name, shards.problem_of(block), *shards.part(block, step, args, columns), **static)
+            )
+            sums = [shards.added(*each, block, step) for each in zip(sums, got, leaves, kinds, strict=True)]
+        sums = [zero if a is None else a for a, zero in zip(sums, leaves, strict=True)]
+        rows = [None if kind == "columns" else a for a, kind in zip(sums, kinds, strict=True)]
+        return rows, [a for a, kind in zip(sums, kinds, strict=True) if kind == "columns"]
+
+    rows, collected = shards.around(compute, columns_of(args), None)
+    of_columns = iter(collected)
+    gradients = tree_unflatten(tree, [next(of_columns) if a is None else a for a in rows])
+    if of_rows:
+        cotangents = [cy[1], t[0][2][1]] if t else [cy[1]]
+        gradients = [
+            g._replace(bias=_of_rows(c, lse, x.bias)) if want[DIFFERENTIABLE - 1] else g
+            for g, c, want in zip(gradients, cotangents, wants, strict=True)
+        ]
+    cast = lambda g: Operands(*(None if a is None else a.astype(of.dtype) for a, of in zip(g, x, strict=True)))
+    return [cast(g) for g in gradients]
+
+
+def _of_rows(d_lse: Any, lse: Any, bias: Any) -> Any:
+    """The gradient of a bias [1|B, 1|K|N, 1|T, 1]."""
+    if d_lse is None:
+        return jnp.zeros_like(bias)
+    rows = jnp.where(lse == -np.inf, 0, d_lse)[..., None]
+    rows = rows.reshape(rows.shape[0], bias.shape[1], -1, *rows.shape[2:]).sum(2)
+    return rows.sum([axis for axis in (0, 2) if bias.shape[axis] == 1], keepdims=True)
+
+
+# ------------------------------------------------------------------------------------------------ balance
+
+# Causality, of contiguous shards: each half of a shard goes to the device that has it in zig-zag order.
+
+
+def _exchanged(exchange: Callable, tree: Any, context: Context) -> Any:
+    leaves, structure = tree_flatten(tree)
+    axes = [axis if kind in ("rows", "columns") else 2 if kind == "scores" else None for kind, axis in kinds_of(tree)]
+    moves = [axis is not None and a.shape[axis] > 1 for a, axis in zip(leaves, axes, strict=True)]
+    moved = [exchange(a, axis, context) if m else a for a, axis, m in zip(leaves, axes, moves, strict=True)]
+    return tree_unflatten(structure, moved)
+
+
+def _routes(context: Context) -> list[list[tuple[int, int]]]:
+    """From whom to whom go first halves, which are the even chunks, and second ones."""
+    n = context.devices
+    return [
+        [(device, min(chunk, 2 * n - 1 - chunk)) for device, chunk in enumerate(range(i, 2 * n, 2))] for i in (0, 1)
+    ]
+
+
+def _turned(a: Any, b: Any, context: Context) -> tuple[Any, Any]:
+    """The early chunk and the late one, of the even one and the odd one; or back."""
+    even = lax.axis_index(context.axes) % 2 == 0
+    return jnp.where(even, a, b), jnp.where(even, b, a)
+
+
+def _to_zigzag(a: Any, axis: int, context: Context) -> Any:
+    halves = zip(jnp.split(a, 2, axis), _routes(context), strict=True)
+    even, odd = (lax.ppermute(half, context.axes, to) for half, to in halves)
+    return jnp.concatenate(_turned(even, odd, context), axis)
+
+
+def _from_zigzag(a: Any, axis: int, context: Context) -> Any:
+    early, late = jnp.split(a, 2, axis)
+    halves = zip(_turned(early, late, context), _routes(context), strict=True)
+    back = [lax.ppermute(half, context.axes, [(s, d) for d, s in to]) for half, to in halves]
+    return jnp.concatenate(back, axis)
+
+
+# ------------------------------------------------------------------------------------------------ without a ring
+
+# Ulysses: shards of the sequence become shards of the heads, and back.  Both are linear, so their derivatives are JAX's.
+
+
+def by_heads(args: Any, context: Context) -> Any:
+    """A job's arguments with all of the sequence, for this device's share of the heads."""
+    return _rearranged(args, context, back=False)
+
+
+def by_sequence(results: Any, context: Context) -> Any:
+    """A job's results, of this device's share of the heads, with this device's share of the sequence."""
+    return _rearranged(results, context, back=True)
+
+
+def _rearranged(tree: Any, context: Context, back: bool) -> Any:
+    if isinstance(tree, Operands):
+        swapped = [_swapped(a, -3, -2, context, back) for a in tree[:3]]
+        x = tree._replace(query=swapped[0], key=swapped[1], value=swapped[2])
+        gather = lambda a: None if a is None else in_order(a, a.ndim - 1, context)
+        x = x._replace(query_segments=gather(x.query_segments), key_segments=gather(x.key_segments))
+        device = lax.axis_index(context.axes)
+        if x.mask is not None and x.mask.shape[-3] > 1:
+            heads = x.mask.shape[-3] // context.devices
+            x = x._replace(mask=lax.dynamic_slice_in_dim(x.mask, device * heads, heads, x.mask.ndim - 3))
+        if x.seed is not None:
+            x = x._replace(seed=x.seed.at[..., 2].add((device * x.query.shape[-2]).astype(x.seed.dtype)))
+        return x
+    if tree is None or not any(isinstance(a, tuple | list) for a in tree):
+        if tree is None:
+            return None
+        o, statistic = tree
+        return _swapped(o, -3, -2, context, back), _swapped(statistic, -1, -2, context, back)
+    return type(tree)(_rearranged(a, context, back) for a in tree)
+
+
+def _swapped(a: Any, sequence: int, heads: int, context: Context, back: bool) -> Any:
+    if a is None:
+        return None
+    sequence, heads = a.ndim + sequence, a.ndim + heads
+    if back:
+        if context.order == "zigzag":
+            a = reorder_zigzag(a, context.devices, sequence)
+        return lax.all_to_all(a, context.axes, split_axis=sequence, concat_axis=heads, tiled=True)
+    a = lax.all_to_all(a, context.axes, split_axis=heads, concat_axis=sequence, tiled=True)
+    return restore_zigzag(a, context.devices, sequence) if context.order == "zigzag" else a
+
+
+def in_order(a: Any, axis: int, context: Context) -> Any:
+    """All shards of an array, in the order of the sequence."""
+    a = lax.all_gather(a, context.axes, axis=axis, tiled=True)
+    return restore_zigzag(a, context.devices, axis) if context.order == "zigzag" else a
+
+
+def with_all_columns(x: Operands, context: Context) -> Operands:
+    segments = None if x.key_segments is None else in_order(x.key_segments, 1, context)
+    return x._replace(key=in_order(x.key, 1, context), value=in_order(x.value, 1, context), key_segments=segments)
