@@ -86,13 +86,21 @@ class MeanFlow(nn.Module):
         u_target = v - _expand(t - r) * du_dt
 
         squared_error = (u - u_target).square().sum((1, 2, 3))
-        weight = (squared_error.detach() + self.config.loss_constant) ** -self.config.loss_power
+        of_samples = torch.stack(
+            [squared_error.detach(), du_dt.square().sum((1, 2, 3)), torch.full_like(t, x[0].numel())]
+        )
+        whole_error, tangent, pixels = self.of_all_processes(of_samples)
+        weight = (whole_error + self.config.loss_constant) ** -self.config.loss_power
         metrics = {
             # unweighted: the weighted loss is about 1 throughout
-            "loss": squared_error.detach().mean() / x[0].numel(),
-            "tangent_norm": du_dt.square().mean((1, 2, 3)).sqrt().mean(),
+            "loss": (whole_error / pixels).mean(),
+            "tangent_norm": (tangent / pixels).sqrt().mean(),
         }
         return (weight * squared_error).mean(), metrics
+
+    def of_all_processes(self, of_samples: Tensor) -> Tensor:
+        """Sums over a sample of which each process has a part: here each sample is in one process."""
+        return of_samples
 
     def sample(self, noise: Tensor, labels: Tensor, steps: int) -> Tensor:
         """Algorithm 2, in `steps` equal strides: z_r = z_t − (t − r) u(z_t, r, t) from t = 1 to 0."""

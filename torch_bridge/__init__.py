@@ -1,15 +1,21 @@
 """Attention for PyTorch whose derivatives, of any mode and order, run as flash kernels.  Imports no JAX."""
 
+from jax_flash_jvp.context import zigzag_positions
 from torch_bridge.attention import scaled_dot_product_attention
 from torch_bridge.compare import compare_compiled
+from torch_bridge.context import context_parallel, reorder_zigzag, restore_zigzag
 from torch_bridge.flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from torch_bridge.patching import patch
 
 __all__ = [
     "compare_compiled",
+    "context_parallel",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "patch",
+    "reorder_zigzag",
+    "restore_zigzag",
     "scaled_dot_product_attention",
+    "zigzag_positions",
 ]

@@ -2,8 +2,9 @@
 
 import logging
 import math
+import sys
 from collections.abc import Sequence
-from typing import Any, Literal, Never, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
+from jax_flash_jvp.context import Order, Strategy
 from jax_flash_jvp.problem import (
     DTYPES,
     SELECTORS,
@@ -28,8 +30,12 @@ from jax_flash_jvp.problem import (
 )
 from torch_bridge import rules
 from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor
+from torch_bridge.context import Call, Context, current, of_open
 from torch_bridge.operators import ops
 from torch_bridge.options import CODE, select, words_of
+
+if TYPE_CHECKING:  # some builds have none
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 logger = logging.getLogger(__name__)
 FLOATS = tuple(getattr(torch, name) for name in DTYPES)
@@ -40,6 +46,9 @@ OURS = {  # by their names in other libraries
     "return_residual": "return_lse", "return_attn_probs": "return_lse",
 }  # fmt: skip
 DROPS_DERIVATIVES = torch.__version__ < "2.12"  # in inference mode, of every operator
+
+
+OPEN = "open"  # the context that is
 
 
 class Options(TypedDict, total=False):
@@ -55,6 +64,9 @@ class Options(TypedDict, total=False):
     key_value_segment_ids: Tensor | None
     logits_soft_cap: float | None
     sinks: Tensor | None
+    context_group: "ProcessGroup | DeviceMesh | None"
+    context_strategy: Strategy | None
+    context_order: Order | None
 
 
 @overload
@@ -111,6 +123,9 @@ def scaled_dot_product_attention(
     key_value_segment_ids: Tensor | None = None,
     logits_soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    context_group: "ProcessGroup | DeviceMesh | None" = None,
+    context_strategy: Strategy | None = None,
+    context_order: Order | None = None,
     return_lse: bool = False,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -147,6 +162,11 @@ def scaled_dot_product_attention(
         Those that int32 need not hold (int64, uint32, uint64) are sorted first.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before `attn_mask` (arXiv:2408.00118, section 2).
       sinks: [Hq]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
+      context_group, context_strategy, context_order: who shares the sequences, and how, as :func:`context_parallel` says, whose
+        open context they take the place of.  Tensors are this process's parts then: L and S count its own queries and keys.
+        Segment ids are cut alike; lengths and windows are those of the whole sequence; `attn_mask` has this process's queries
+        and all keys in the order of the sequence, or one row for its keys.  All drop what the first process of the group draws.
+        Of DTensors, placements say who shares what, and shapes are those of whole tensors.
       return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -179,8 +199,10 @@ def scaled_dot_product_attention(
             scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment, local_window_size=local_window_size,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-            logits_soft_cap=logits_soft_cap, sinks=sinks, return_lse=return_lse,
+            logits_soft_cap=logits_soft_cap, sinks=sinks, context_group=context_group, context_strategy=context_strategy,
+            context_order=context_order, return_lse=return_lse,
         )  # fmt: skip
+    context = context_of_call(query, context_group, context_strategy, context_order)
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)
@@ -189,7 +211,7 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, CausalBias):
         check_tensor("query", query)
         check_tensor("key", key)
-        is_causal, causal_alignment = True, alignment_of("attn_mask", attn_mask, query, key, causal_alignment)
+        is_causal, causal_alignment = True, alignment_of("attn_mask", attn_mask, query, key, causal_alignment, context)
         attn_mask = None
     options: tuple[str, ...] = ()
     plain = type(dropout_p) in (int, float) and not dropout_p and causal_alignment == "upper_left"
@@ -209,9 +231,23 @@ def scaled_dot_product_attention(
     else:
         selection = ()
     o, log_sum_exp = attend(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, return_lse
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context, return_lse
     )
     return (o, log_sum_exp) if return_lse else o
+
+
+def context_of_call(query: Any, group: Any = None, strategy: Any = None, order: Any = None) -> Any:
+    """Who shares the sequences of a call; None: nobody."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch_bridge.dtensor import Distributed, is_dtensor
+
+        if is_dtensor(query):
+            if group is None:
+                return Distributed(*of_open(strategy, order))
+            raise ValueError(
+                "`context_group` is for plain tensors: the placements of a DTensor say who shares its sequence"
+            )
+    return current(group, strategy, order)
 
 
 def overriding(mask):
@@ -224,15 +260,16 @@ torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scale
 
 
 def alignment_of(
-    name: str, bias: CausalBias, query: Tensor, key: Tensor, alignment: Alignment = "upper_left"
-) -> Alignment:
+    name: str, bias: CausalBias, query: Tensor, key: Tensor, alignment: Alignment = "upper_left", context: Context | None = None
+) -> Alignment:  # fmt: skip
     """`causal_alignment` of a CausalBias, which must have the size of the scores where that matters."""
     lower_right_of(alignment)  # raises
     if bias.variant == CausalVariant.UPPER_LEFT:
         if alignment != "upper_left":
             raise ValueError(f"`{name}` is a causal_upper_left, but `causal_alignment` is {alignment!r}: leave out one")
         return "upper_left"
-    size, scores = (bias.seq_len_q, bias.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
+    n = 1 if context is None else context.parts
+    size, scores = (bias.seq_len_q, bias.seq_len_kv), (n * query.shape[-2], n * key.shape[-2])
     if size != scores:
         raise ValueError(f"`{name}` must be of the numbers of queries and keys, {scores}: got causal_lower_right{size}")
     return "lower_right"
@@ -267,9 +304,11 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor, with_lse: bool) -
 
 def attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None,
-    with_lse=False, mask_name="attn_mask",
+    context=OPEN, with_lse=False, mask_name="attn_mask",
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """(o, ℓ); ℓ may be None unless it is asked for."""
+    if context is OPEN:
+        context = context_of_call(query)
     compiled = torch.compiler.is_compiling()
     if not compiled and not _Said.sdpa_kernel and logger.isEnabledFor(logging.DEBUG):
         _say_sdpa_kernel()
@@ -293,7 +332,10 @@ def attend(
         # what is saved for a backward must not be; a compiler refuses to ask
         if not compiled and mask.dtype == torch.bool and mask.is_inference() and not torch.is_inference_mode_enabled():
             mask = mask.clone()
-        mask = _four_dimensional(mask_name, mask, (*rows, x[1].shape[-2]))
+        keys = x[1].shape[-2]
+        if context is not None:
+            keys = context.columns_of(mask_name, mask, rows[-1], keys)
+        mask = _four_dimensional(mask_name, mask, (*rows, keys))
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
     check_shapes(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     if selection:
@@ -301,6 +343,8 @@ def attend(
         named = dict(
             zip(("query", "key", "value"), described, strict=True), **dict(zip(SELECTORS, selection, strict=True))
         )
+        if context is not None:
+            context.check_segments(selection[2:], (q.shape[2], k.shape[2]))
         check_operands(Operands(**named))
     if sinks is not None:
         check_devices(query, (("sinks", sinks),))
@@ -311,16 +355,24 @@ def attend(
                 f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
             )
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    selected, options = select(selection, options, q, k)
-    if compiled:
-        options = f"{options} {CODE}"
-    args = q, k, v, mask, selected, bool(is_causal), scale, options
-    o, log_sum_exp = ops.forward(*args, True) if compiled else rules.forward(args, with_lse or sinks is not None)
-    if sinks is not None:
-        o, log_sum_exp = _with_sinks(o, log_sum_exp, sinks, with_lse)
+    call = Call((q, k, v), mask, selection, bool(is_causal), options, scale, sinks, with_lse)
+    o, log_sum_exp = _computed(call) if context is None else context.attend(_computed, mask_name, call)
     if whole:
         return o, log_sum_exp
     return o.reshape(*rows, v.shape[-1]), log_sum_exp.reshape(rows) if with_lse else None
+
+
+def _computed(call: Call) -> tuple[Tensor, Any]:
+    compiled = torch.compiler.is_compiling()
+    (q, k, v), words = call.x, call.words
+    selected, options = select(call.selection, words, q, k, call.seed, call.place)
+    if compiled:
+        options = f"{options} {CODE}"
+    args = q, k, v, call.mask, selected, call.is_causal, call.scale, options
+    o, log_sum_exp = (
+        ops.forward(*args, True) if compiled else rules.forward(args, call.with_lse or call.sinks is not None)
+    )
+    return (o, log_sum_exp) if call.sinks is None else _with_sinks(o, log_sum_exp, call.sinks, call.with_lse)
 
 
 class _Said:

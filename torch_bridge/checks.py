@@ -46,8 +46,15 @@ def check_devices(query: Tensor, named: Iterable[tuple[str, Any]]) -> None:
             raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
         if a.is_nested:
             raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
-        if type(a) is not Tensor and hasattr(a, "placements"):
-            raise ValueError(f"`{name}` must not be a DTensor: wrap the call in torch.distributed's `local_map`")
+        if (
+            type(a) is not type(query)
+            and a.is_floating_point()
+            and hasattr(a, "placements") != hasattr(query, "placements")
+        ):
+            must = "must not be a DTensor" if hasattr(a, "placements") else "must be a DTensor"
+            raise ValueError(
+                f"`{name}` {must} where `query` is {'none' if hasattr(a, 'placements') else 'one'}: distribute both"
+            )
         if a.layout != torch.strided:
             raise ValueError(f"`{name}` must not be sparse: got {a.layout}; pass its `to_dense()`")
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
 
-from torch_bridge import reference
-from torch_bridge.options import case_of
-from torch_bridge.signatures import OPERATORS, allocate, gives_gradients, split
+from torch_bridge import reference, ring
+from torch_bridge.options import case_of, ring_of
+from torch_bridge.signatures import OPERATORS, OPTIONS_AT, allocate, gives_gradients, split
 
 logger = logging.getLogger(__name__)
 launches: collections.Counter[str] = collections.Counter()  # by operator, in this process: what tests count
@@ -60,6 +60,9 @@ def compute(name: str, *args: Any) -> tuple[Tensor | None, ...]:
     """The results; None for a gradient that is not wanted."""
     if name == "forward" and args[-1] is True and forward_ad._current_level >= 0 and loses_tangents():  # private
         raise RuntimeError(LOST)
+    word = ring_of(args[OPTIONS_AT[name]])
+    if word is not None:
+        return ring.run(compute, name, args, word)
     launches[name] += 1
     kernels = on_nvidia(args[0])
     if kernels and not TRITON:
@@ -79,7 +82,7 @@ def compute(name: str, *args: Any) -> tuple[Tensor | None, ...]:
             return results
     with torch.autocast(args[0].device.type, enabled=False):
         values = reference.run(name, case, **groups)
-    results = allocate(name, *args)
+    results = allocate(name, *args, partial=case.problem.partial)
     for result, value in zip(results, values, strict=False):
         result.zero_() if value is None else result.copy_(value)
     return results

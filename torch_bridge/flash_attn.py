@@ -11,7 +11,7 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function, has_torch_function
 
 from jax_flash_jvp.problem import Alignment, lower_right_of
-from torch_bridge.attention import alignment_of, attend, options_of, overriding
+from torch_bridge.attention import alignment_of, attend, context_of_call, options_of, overriding
 from torch_bridge.checks import check_flag, check_number, check_tensor
 
 Results = tuple[Tensor, Tensor, None]
@@ -91,6 +91,7 @@ def flash_attn_func(
         check_tensor(name, a)
         if a.dim() != 4:
             raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
+    context = context_of_call(q)
     check_flag("causal", causal)
     check_flag("return_attn_probs", return_attn_probs)
     if softmax_scale is not None:
@@ -111,7 +112,8 @@ def flash_attn_func(
     if isinstance(bias, CausalBias):
         if causal:
             raise ValueError("`causal` must not be given together with a `bias` that is a CausalBias: leave it out")
-        causal, alignment, bias = True, alignment_of("bias", bias, q, k, causal_alignment or "upper_left"), None
+        alignment, bias = alignment_of("bias", bias, q, k, causal_alignment or "upper_left", context), None
+        causal = True
     lower_right_of(alignment)  # raises
     if not (causal or window) or q.shape[2] == k.shape[2]:
         alignment = "upper_left"  # which is then the same
@@ -120,7 +122,17 @@ def flash_attn_func(
         if dropout_p == 1:
             v = v * 0
     o, log_sum_exp = attend(
-        q, k, v, bias, causal, softmax_scale, True, options, with_lse=return_attn_probs, mask_name="bias"
+        q,
+        k,
+        v,
+        bias,
+        causal,
+        softmax_scale,
+        True,
+        options,
+        context=context,
+        with_lse=return_attn_probs,
+        mask_name="bias",
     )
     o = o.transpose(1, 2)
     return (o, log_sum_exp, None) if return_attn_probs else o

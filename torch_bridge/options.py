@@ -1,17 +1,18 @@
 """What an operator is told besides its tensors: an `options` string, and a selection, one tensor of integers.
 
 Operators take no records, so that options are words: left=N, right=N, lower_right, soft_cap=C, dropout=RATE, the names of what
-counts in the selection, and code=…, which says nothing to them: PyTorch keeps compiled programs on disk, gradients included, by
-the names and arguments of their operators, and would use those of another version of this package.
+counts in the selection, ring=GROUP where tensors are parts of a sequence (`ring.py`), partial of the pairs of these, and code=…,
+which says nothing to them: PyTorch keeps compiled programs on disk, gradients included, by the names and arguments of their
+operators, and would use those of another version of this package.
 
 A selection is int32 [B, 7 + T + S]: the lengths of queries and keys, a seed of two numbers and three places, see `problem.py`,
-and the segments of queries and keys.
+and the segments of queries and keys.  In a ring, lengths are of the whole sequence, and places, of queries and keys, zero.
 """
 
 import functools
 import pathlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,16 @@ from jax_flash_jvp.problem import SELECTORS, Operands, Precision, Problem
 from torch_bridge.plans import precision_of
 from torch_bridge.reference import Case
 
+QUERY_LENGTHS, KEY_LENGTHS, SEED, HEADS_BEGIN, QUERIES_BEGIN, KEYS_BEGIN, SEGMENTS = (
+    0,
+    1,
+    2,
+    4,
+    5,
+    6,
+    7,
+)  # columns of it
+THIRD = "a third derivative of attention in a ring, which has two: pass `context_strategy`='ulysses' or 'all_gather'"
 LARGEST = 2**31 - 1
 NARROW = (torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint8)  # fit int32
 SELECTED = (*SELECTORS, "seed")  # what a selection holds
@@ -44,9 +55,11 @@ def drops(words: Iterable[str]) -> bool:
 
 
 def select(
-    selected: Sequence[Tensor | None], options: tuple[str, ...], q: Tensor, k: Tensor
-) -> tuple[Tensor | None, str]:
-    """The selection and the options of an operator, of these words.  `selected`: what SELECTORS name, or nothing."""
+    selected: Sequence[Tensor | None], options: tuple[str, ...], q: Tensor, k: Tensor, seed: Tensor | None = None,
+    place: tuple[int, int, int] = (0, 0, 0),
+) -> tuple[Tensor | None, str]:  # fmt: skip
+    """The selection and the options of an operator, of these words.  `selected`: what SELECTORS name, or nothing; of a part of a
+    call, `seed` is that of the call, and `place` where its first head, query and key are."""
     if not options and not selected:
         return None, ""
     dropout = drops(options)
@@ -54,18 +67,23 @@ def select(
         return None, " ".join(options)
     query_lengths, key_lengths, query_segments, key_segments = given = selected or (None,) * len(SELECTORS)
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
-    new = lambda *shape: q.new_zeros((batch, *shape), dtype=torch.int32)
+    new = lambda *shape: torch.zeros((batch, *shape), dtype=torch.int32, device=q.device)  # plain, whatever q is
     lengths = [new() if a is None else _length(a) for a in (query_lengths, key_lengths)]
-    seed = torch.randint(-(2**31), 2**31 - 1, (batch, 2), device=q.device, dtype=torch.int32) if dropout else new(2)
-    places = new(3)
+    seed = new(2) if not dropout else drawn(q) if seed is None else seed
+    places = torch.cat([new(1) + at for at in place], 1) if any(place) else new(3)
     if query_segments is None or key_segments is None:
         segments = [new(queries), new(keys)]
     else:
-        segments = _segments(query_segments, key_segments)
+        segments = narrowed(query_segments, key_segments)
     names = [name for name, a in zip(SELECTORS, given, strict=True) if a is not None]
     return torch.cat([torch.stack(lengths, 1), seed, places, *segments], 1), " ".join(
         (*options, *names, *["seed"] * dropout)
     )
+
+
+def drawn(q: Tensor) -> Tensor:
+    """A seed of dropout."""
+    return torch.randint(-(2**31), 2**31 - 1, (q.shape[0], 2), device=q.device, dtype=torch.int32)
 
 
 def _length(a: Tensor) -> Tensor:
@@ -77,8 +95,8 @@ def _length(a: Tensor) -> Tensor:
     return wide.clamp(-1, LARGEST).to(torch.int32)
 
 
-def _segments(queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """In int32, in the same order."""
+def narrowed(queries: Tensor, keys: Tensor, everyones: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """Segments in int32, in the same order; those of a part of a call in that of all, which `everyones` makes of them."""
     if queries.dtype in NARROW and keys.dtype in NARROW:
         return [queries.to(torch.int32), keys.to(torch.int32)]
     if torch.uint64 in (queries.dtype, keys.dtype) and queries.dtype != keys.dtype:
@@ -87,12 +105,14 @@ def _segments(queries: Tensor, keys: Tensor) -> list[Tensor]:
             f"{queries.dtype} and {keys.dtype}; cast one of them"
         )
     both = torch.cat([queries.to(torch.int64), keys.to(torch.int64)], 1)
-    ranks = torch.searchsorted(both.sort(1).values, both, out_int32=True)
+    every = both if everyones is None else everyones(both)
+    ranks = torch.searchsorted(every.sort(1).values, both, out_int32=True)
     return [*ranks.split([queries.shape[1], keys.shape[1]], 1)]
 
 
-@functools.lru_cache(maxsize=1024)
-def _problem(is_causal: bool, scale: float, options: str, precision: Precision) -> tuple[Problem, frozenset[str]]:
+def parsed(
+    is_causal: bool, scale: float, options: str, precision: Precision = "ieee"
+) -> tuple[Problem, frozenset[str]]:
     """What the options say, and the names of what stands in a selection."""
     words = dict(word.partition("=")[::2] for word in options.split())
     left, right = (int(words[side]) if side in words else None for side in ("left", "right"))
@@ -103,19 +123,38 @@ def _problem(is_causal: bool, scale: float, options: str, precision: Precision) 
         lower_right="lower_right" in words,
         soft_cap=float(words["soft_cap"]) if "soft_cap" in words else None,
         dropout_rate=float(words.get("dropout", 0)),
+        partial="partial" in words,
         precision=precision,
     )
     return problem, frozenset(words) & {*SELECTED}
 
 
+_problem = functools.lru_cache(maxsize=1024)(parsed)
+
+
+def problem_of(is_causal: bool, scale: float, options: str, q: Tensor) -> tuple[Problem, frozenset[str]]:
+    return _problem(is_causal, scale, options, precision_of(q))
+
+
+RING = "ring="
+
+
+def ring_of(options: str) -> str | None:
+    """The group of a ring, as a word."""
+    at = options.find(RING)
+    return None if at < 0 else options[at + len(RING) :].split(maxsplit=1)[0]
+
+
 def case_of(q: Tensor, k: Tensor, selection: Tensor | None, is_causal: bool, scale: float, options: str) -> Case:
-    problem, names = _problem(is_causal, scale, options, precision_of(q))
+    problem, names = problem_of(is_causal, scale, options, q)
+    if RING in options:
+        raise RuntimeError(THIRD)
     x = Operands(q, k, None)
     if selection is not None:
-        query_segments, key_segments = selection[:, 7:].split([q.shape[2], k.shape[2]], 1)
+        query_segments, key_segments = selection[:, SEGMENTS:].split([q.shape[2], k.shape[2]], 1)
         held = dict(
-            query_lengths=selection[:, 0], key_lengths=selection[:, 1], query_segments=query_segments,
-            key_segments=key_segments, seed=selection[:, 2:7],
+            query_lengths=selection[:, QUERY_LENGTHS], key_lengths=selection[:, KEY_LENGTHS], query_segments=query_segments,
+            key_segments=key_segments, seed=selection[:, SEED:SEGMENTS],
         )  # fmt: skip
         x = x._replace(**{name: held[name] for name in SELECTED if name in names})
     return Case(problem, x)

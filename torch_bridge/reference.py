@@ -31,20 +31,29 @@ class Case(NamedTuple):
 def run(name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
     """The results of an operator, or more than these."""
     if name.startswith("backward"):
-        return backward_dual(x, tx, cy, cty, case, [*want, *[False] * (len(GRADIENTS) - len(want))])
+        want = [*want, *[False] * (len(GRADIENTS) - len(want))]
+        if case.problem.partial:
+            return backward_dual_of_part(x, tx, cy, cty, y, ty or (None, None), case, want)
+        return backward_dual(x, tx, cy, cty, case, want)
     o, lse, t_o, mu = forward_dual(x, tx, case)
     return [t_o, mu] if name == "tangent" else [o, lse, t_o, mu]
 
 
 def forward_dual(x, tx, case):
     """(o, ℓ, ȯ, μ)"""
-    q, *_ = x
-    return _sweep(_forward_dual, case, (*x, *tx), ("o", "lse", "t_o", "mu"), (q, None, q, None))
+    like = None if case.problem.partial else x[0]
+    return _sweep(_forward_dual, case, (*x, *tx), OUTPUTS, (like, None, like, None))
 
 
 def backward_dual(x, tx, cy, cty, case, want):
     """The wanted gradients of x, then of tx; the others None."""
     return _sweep(partial(_backward_dual, want), case, (*x, *tx, *cy, *cty), GRADIENTS, (*x, *x))
+
+
+def backward_dual_of_part(x, tx, cy, cty, y, ty, case, want):
+    """What a part of the keys adds to the gradients, wide, from the y and ty of all keys."""
+    inputs = (*x, *tx, *cy, *cty, *y, *ty)
+    return _sweep(partial(_backward_dual, want), case, inputs, GRADIENTS, (None,) * len(GRADIENTS), OF_PART)
 
 
 def backward_dual_vjp(inputs, cotangents, case, want, moving):
@@ -59,7 +68,9 @@ def backward_dual_vjp(inputs, cotangents, case, want, moving):
 # of x, tx, cy, cty, and of cotangents like x and tx: each by what it is like
 OF_KEYS, OF_SCORES = ("k", "v"), ("mask",)
 GRADIENTS = ("q", "k", "v", "mask") * 2
-INPUTS = (*GRADIENTS, "d_o", "d_lse", "d_to", "d_mu", *GRADIENTS)
+OUTPUTS, COTANGENTS = ("o", "lse", "t_o", "mu"), ("d_o", "d_lse", "d_to", "d_mu")
+INPUTS = (*GRADIENTS, *COTANGENTS, *GRADIENTS)
+OF_PART = (*GRADIENTS, *COTANGENTS, *OUTPUTS)
 
 
 def _has_rows(name, mask):
@@ -83,12 +94,12 @@ def _cut(case, name, a):
     return a.masked_fill(past.view(past.shape[0], 1, past.shape[1], *[1] * (a.ndim - 3)), 0)
 
 
-def _sweep(f, case, inputs, names, likes):
+def _sweep(f, case, inputs, names, likes, given=INPUTS):
     """Apply f(case, at, *inputs) to one block of queries after the other, `at` = (first query, queries in all, first key, keys in
     all), and to the keys alone that causality and windows leave to these.  Results, of these names, that have a row for each
-    query are put together, the others summed; then they get the dtypes of `likes`."""
+    query are put together, the others summed; then they get the dtypes of `likes`.  `given`: the names of the inputs."""
     q, k, _, mask, *_ = inputs
-    given = INPUTS[: len(inputs)]
+    given = given[: len(inputs)]
     queries, keys = q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     pairs = zip(given, inputs, strict=True)
@@ -211,17 +222,32 @@ def _probabilities(case, at, q, k, v, mask, t_q, t_k, t_v, t_mask):
     p, lse = p / total, (maximum + total.log()).masked_fill(hidden, -torch.inf).squeeze(-1)
     p_kept = _thinned(p, kept)
     o = _onto_rows(p_kept, v)
-    t_x = _times(case.problem.scale, _add(_outer(t_q, k), _outer(q, t_k)))
-    t_s = _add(_under_cap(t_x, u), t_mask)
+    t_x, t_s = _score_tangents(case, u, q, k, t_q, t_k, t_mask)
     mu = torch.zeros_like(o[..., :1]) if t_s is None else (p * t_s).sum(-1, keepdim=True)
     w = None if t_s is None else t_s - mu
     t_o = _add(_onto_rows(_thinned(_times(p, w), kept), v), _onto_rows(p_kept, t_v))
     return p, w, o, lse, torch.zeros_like(o) if t_o is None else t_o, mu.squeeze(-1), kept, u, t_x
 
 
-def _backward_dual(want, case, at, q, k, v, mask, t_q, t_k, t_v, t_mask, d_o, d_lse, d_to, d_mu):
+def _probabilities_of_part(case, at, q, k, v, mask, t_q, t_k, t_v, t_mask, o, lse, t_o, mu):
+    """The same of some of the keys, as y and ty, those of all keys, say."""
+    s, u = _scores(case, at, q, k, mask)
+    t_x, t_s = _score_tangents(case, u, q, k, t_q, t_k, t_mask)
+    p = (s - lse[..., None]).exp().masked_fill(s == -torch.inf, 0)
+    w = _add(t_s, None if mu is None else -mu[..., None])
+    return p, w, o, lse, t_o, mu, _kept(case, at, q, k), u, t_x
+
+
+def _score_tangents(case, u, q, k, t_q, t_k, t_mask):
+    """Of the products, and of what is capped."""
+    t_x = _times(case.problem.scale, _add(_outer(t_q, k), _outer(q, t_k)))
+    return t_x, _add(_under_cap(t_x, u), t_mask)
+
+
+def _backward_dual(want, case, at, q, k, v, mask, t_q, t_k, t_v, t_mask, d_o, d_lse, d_to, d_mu, *final):
     inputs = (q, k, v, mask, t_q, t_k, t_v, t_mask)
-    p, w, o, _, t_o, _, kept, u, t_x = _probabilities(case, at, *inputs)
+    probabilities = _probabilities_of_part if final else _probabilities
+    p, w, o, _, t_o, _, kept, u, t_x = probabilities(case, at, *inputs, *final)
     delta = _add(_row_sum(d_to, o), None if d_mu is None else -d_mu[..., None])
     t_delta = _add(_row_sum(d_o, o), _row_sum(d_to, t_o), None if d_lse is None else -d_lse[..., None])
     hv = _add(_thinned(_outer(d_to, v), kept), _times(-1, delta))

@@ -56,6 +56,9 @@ OPERATORS = {
 }
 
 
+OPTIONS_AT = {name: len(operator.tensors) + 3 for name, operator in OPERATORS.items()}  # among the arguments
+
+
 def split(name: str, args: Sequence[Any]) -> list[Any]:
     """The tensors in groups, and what follows them."""
     return [args[part] for part in _slices(name)]
@@ -77,16 +80,25 @@ def wants_bias(name: str, want: Sequence[bool]) -> bool:
     return any(w and result in BIASES for result, w in zip(OPERATORS[name].results, want, strict=True))
 
 
-def by_length(like: Tensor, shape: Sequence[int]) -> Tensor:
+def by_length(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised, in the memory order [B, T, N, D]: as the kernels write it.  No view, which autograd lets nobody change."""
+    return like.new_empty_strided(shape, strides_by_length(shape), dtype=dtype or like.dtype)
+
+
+def strides_by_length(shape: Sequence[int]) -> tuple[int, ...]:
     _, heads, length, channels = shape
-    return like.new_empty_strided(shape, (length * heads * channels, channels, heads * channels, 1))
+    return length * heads * channels, channels, heads * channels, 1
 
 
-def allocate(name: str, *args: Any) -> tuple[Tensor, ...]:
-    """The results, uninitialised: what fake and meta tensors give."""
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def allocate(name: str, *args: Any, partial: bool = False) -> tuple[Tensor, ...]:
+    """The results, uninitialised: what fake and meta tensors give.  Those of a part of the keys are wide."""
     given, results = dict(zip(OPERATORS[name].tensors, args, strict=False)), OPERATORS[name].results
     q, v = given["q"], given["v"]
+    dtype_of = (lambda a: wide(a.dtype)) if partial else (lambda a: a.dtype)
     if gives_gradients(name):
         gradients = []
         for result, wanted in zip(results, args[-1], strict=True):
@@ -94,9 +106,10 @@ def allocate(name: str, *args: Any) -> tuple[Tensor, ...]:
             if not wanted:
                 gradients.append(q.new_empty(0))
             else:
-                gradients.append(like.new_empty(like.shape) if result in BIASES else by_length(like, like.shape))
+                new = like.new_empty if result in BIASES else functools.partial(by_length, like)
+                gradients.append(new(like.shape, dtype=dtype_of(like)))
         return tuple(gradients)
-    shape, dtype = q.shape[:-1], torch.promote_types(q.dtype, torch.float32)
-    output = lambda: by_length(q, (*shape, v.shape[-1]))
-    statistic = lambda: q.new_empty(shape, dtype=dtype)
+    shape = q.shape[:-1]
+    output = lambda: by_length(q, (*shape, v.shape[-1]), dtype_of(q))
+    statistic = lambda: q.new_empty(shape, dtype=wide(q.dtype))
     return tuple(output() if result in ("o", "t_o") else statistic() for result in results)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from consistency.config import TrainingConfig
 from consistency.data import CLASSES, DIGIT_SIZE
+from consistency.moving import place_waves
 from consistency.waves import position_waves, time_frequencies
 from torch_bridge import scaled_dot_product_attention
 
@@ -109,7 +110,7 @@ class DiffusionTransformer(nn.Module):
 
     def forward(self, images: Tensor, times: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         tokens = self.embed_patches(self._to_patches(images))
-        tokens = tokens + self.positions.to(tokens.dtype)
+        tokens = tokens + self._positions().to(tokens.dtype)
         condition = self.embed_class(labels).to(tokens.dtype)
         for embed, time in zip(self.embed_times, times, strict=True):
             condition = condition + embed(time)
@@ -117,6 +118,9 @@ class DiffusionTransformer(nn.Module):
             tokens = block(tokens, condition)
         shift, scale = self.modulation(F.silu(condition))[:, None, :].chunk(2, -1)
         return self._to_image(self.out(self.norm(tokens) * (1 + scale) + shift))
+
+    def _positions(self) -> Tensor:
+        return self.positions
 
     def _to_patches(self, images: Tensor) -> Tensor:  # [batch, height, width, 1] → [batch, token, patch²]
         grid = images.reshape(-1, self.side, self.patch, self.side, self.patch)
@@ -126,3 +130,26 @@ class DiffusionTransformer(nn.Module):
         grid = patches.reshape(-1, self.side, self.side, self.patch, self.patch)
         size = self.side * self.patch
         return grid.permute(0, 1, 3, 2, 4).reshape(-1, size, size, 1)
+
+
+class VideoTransformer(DiffusionTransformer):
+    """Videos [batch, frames, side, side], any fixed number of times and a class label → videos. The tokens of all frames are
+    one sequence, frame after frame; of several processes, `part` of `parts` is given its share of the frames."""
+
+    def __init__(self, config: TrainingConfig, frames: int, times: int, part: int = 0, parts: int = 1):
+        super().__init__(config, times)
+        self.frames = frames // parts
+        self.first = part * self.frames * self.side**2  # token
+        self.positions = nn.Parameter(torch.tensor(place_waves(frames, self.side, config.width)))
+
+    def _positions(self) -> Tensor:
+        return self.positions[self.first : self.first + self.frames * self.side**2]
+
+    def _to_patches(self, videos: Tensor) -> Tensor:  # → [batch, token, patch²]
+        grid = videos.reshape(-1, self.frames, self.side, self.patch, self.side, self.patch)
+        return grid.permute(0, 1, 2, 4, 3, 5).reshape(len(videos), -1, self.patch**2)
+
+    def _to_image(self, patches: Tensor) -> Tensor:
+        grid = patches.reshape(-1, self.frames, self.side, self.side, self.patch, self.patch)
+        size = self.side * self.patch
+        return grid.permute(0, 1, 2, 4, 3, 5).reshape(-1, self.frames, size, size)

@@ -88,17 +88,19 @@ def train(
     method: nn.Module,
     make_batch: Callable[[int], tuple[Any, ...]],
     may_be_done: bool = False,
+    divided: int = 0,
 ) -> tuple[nn.Module, History, float]:
     """Trains up to step `config.steps`. Returns the method with averaged weights, the history and steps per second.
 
     A checkpoint to resume from that has taken all steps is an error, unless `may_be_done`: then nothing is left to do.
 
     `method.draw(generator, shape)` gives the random tensors of a step, the batch their first axis, and
-    `method(images, labels, …, *random)` the loss and its metrics.
+    `method(images, labels, …, *random)` the loss and its metrics.  Several processes divide a batch along axis `divided`: 0 of
+    its entries, or 1 of the frames of a video, of which a process then has a part; its loss is the mean of theirs.
     """
     device = next(method.parameters()).device
     rank, processes = rank_and_processes()
-    if config.batch % processes:
+    if divided == 0 and config.batch % processes:
         raise ValueError(f"`batch` must be a multiple of the {processes} processes: got {config.batch}")
     betas = config.beta1, config.beta2
     optimizer = torch.optim.AdamW(
@@ -132,7 +134,11 @@ def train(
         seed = np.random.SeedSequence((config.seed, step)).generate_state(1, np.uint64)
         generator = torch.Generator(device).manual_seed(int(seed[0]))
         batch += method.draw(generator, batch[0].shape)
-        loss, metrics = loss_module(*(part[rank::processes] for part in batch))
+        if divided:
+            mine = [part.chunk(processes, divided)[rank] if part.ndim > divided else part for part in batch]
+        else:
+            mine = [part[rank::processes] for part in batch]
+        loss, metrics = loss_module(*mine)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

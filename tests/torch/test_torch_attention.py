@@ -964,7 +964,8 @@ def test_a_plan_copies_what_was_copied_for_the_first(batch):
         numbers = torch.Generator().manual_seed(seed)
         draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=numbers, dtype=torch.int32)
         segments = [draw(0, 3, batch, n).sort(1)[0] for n in (T, S)]
-        selection = torch.cat([draw(9, T, batch, 1), draw(9, S, batch, 1), draw(0, 2**31 - 1, batch, 2), *segments], 1)
+        seed_and_places = draw(0, 2**31 - 1, batch, 5)
+        selection = torch.cat([draw(9, T, batch, 1), draw(9, S, batch, 1), seed_and_places, *segments], 1)
         d_o = normal(batch, 1, 1, 8, seed=seed + 3, dtype=torch.float32).expand(batch, 2, T, 8)
         case = case_of(q, k, selection, False, 0.3, options)
         o, lse, *_ = reference.run("forward", case, (q, k, v, bias))

@@ -1,0 +1,92 @@
+"""One sequence in several processes against one process: values and derivatives, which operators run, errors, failures."""
+
+import multiprocessing
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+import torch_group  # noqa: E402
+import torch_group_programs as programs  # noqa: E402
+from torch_bridge import context_parallel, reorder_zigzag, restore_zigzag, zigzag_positions  # noqa: E402
+from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+EVERY = [*torch_group.Sizes().cases()]
+MOST = [
+    "causal/ring/zigzag", "causal/ulysses/zigzag", "groups/all_gather/zigzag", "cross/ring/contiguous",
+    "segments/ring/contiguous", "lengths/ring/zigzag", "window/ring/contiguous", "bias/ring/contiguous",
+    "bias-of-keys/ulysses/zigzag", "sinks/ulysses/contiguous", "dropout/ring/zigzag", "lse/ulysses/zigzag",
+]  # fmt: skip
+
+
+def test_two_processes(tmp_path):
+    """The most telling cases, what is launched, and errors that name argument and remedy, by the same two processes."""
+    parts = [(torch_group.cases, MOST), (programs.launches,), (programs.errors,)]
+    assert torch_group.spawn(torch_group.all_of, 2, tmp_path, parts) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("names", [EVERY[:7], EVERY[7:13], EVERY[13:]], ids=lambda names: names[0])
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_feature(tmp_path, n, names):
+    assert torch_group.spawn(torch_group.cases, n, tmp_path, names) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype(tmp_path, dtype):
+    names = ["causal", "bias/ring", "segments/ulysses", "bias-of-keys/all_gather", "dropout/ring"]
+    assert torch_group.spawn(torch_group.cases, 2, tmp_path, names, torch_group.Sizes(), dtype) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("n", [2, 4])
+def test_models(tmp_path, n):
+    """DDP, FSDP2 and compiled, with the JVP in the step."""
+    assert torch_group.spawn(programs.models, n, tmp_path) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("n", [2, 4])
+def test_dtensors(tmp_path, n):
+    assert torch_group.spawn(programs.dtensors, n, tmp_path) == []
+
+
+@pytest.mark.thorough
+def test_compiled(tmp_path):
+    assert torch_group.spawn(programs.compiled, 2, tmp_path) == []
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path):
+    """Nobody kills them: whoever waits for the one that is gone gets an error."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=programs.failing, args=(rank, 2, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=100)
+    assert [process.exitcode for process in processes] == [1, 1]
+    assert [(tmp_path / f"error-{rank}").read_text() for rank in range(2)] == ["waited in vain", "failed on purpose"]
+
+
+def test_the_order_of_zigzag():
+    x = torch.arange(24).reshape(2, 12)
+    there = reorder_zigzag(x, 3)
+    assert there[0].tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7] == zigzag_positions(12, 3).tolist()
+    assert torch.equal(restore_zigzag(there, 3), x)
+    assert torch.equal(reorder_zigzag(x.mT, 3, 0), there.mT)
+    with pytest.raises(ValueError, match="pad it to 12"):
+        reorder_zigzag(x[:, :11], 3)
+
+
+def test_errors_without_processes():
+    x = torch.ones(1, 2, 4, 4)
+    with pytest.raises(ValueError, match="init_process_group"), context_parallel("somebody"):
+        pass
+    with pytest.raises(ValueError, match="`context_strategy` says how a group shares a sequence: pass `context_group`"):
+        sdpa(x, x, x, context_strategy="ring")
+    with context_parallel(None):
+        assert torch.equal(sdpa(x, x, x), x)
