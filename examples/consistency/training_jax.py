@@ -117,6 +117,8 @@ def train(
         mesh = Mesh(devices, "devices")
         everywhere = NamedSharding(mesh, PartitionSpec())
         shards = NamedSharding(mesh, PartitionSpec(*[None] * divided, "devices"))
+        # else XLA would choose where parts of the new state are, and compile another step for it
+        train_step = jax.jit(train_step, donate_argnums=0, out_shardings=everywhere)
         state = jax.device_put(state, everywhere)  # before a checkpoint is restored alike
     checkpoints = Checkpoints(begin_afresh(config))  # a manager would not write steps older than those it finds
     history: History = []
