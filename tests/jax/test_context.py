@@ -147,7 +147,7 @@ def test_zigzag_order():
 # ------------------------------------------------------------------------------------------------ parts of the keys
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", ["plain", "bias", "dropout"])
 def test_kernels_of_a_part(case, dtype):
     """Of the portable kernels: results of parts of the keys are float32, and merged or summed what those of all keys are."""
@@ -205,8 +205,15 @@ def computed(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("strategy", "devices"), [("ring", 4), ("ulysses", 2), ("all_gather", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "devices", "order"),
+    [
+        ("ring", 4, "contiguous"), ("ulysses", 2, "zigzag"),
+        pytest.param("ring", 4, "zigzag", marks=pytest.mark.thorough),
+        pytest.param("ulysses", 2, "contiguous", marks=pytest.mark.thorough),
+        *(pytest.param("all_gather", 2, order, marks=pytest.mark.thorough) for order in ORDERS),
+    ],
+)  # fmt: skip
 def test_strategies(strategy, devices, order):
     options = dict(is_causal=True)
     got = shared(devices, order, context_strategy=strategy, **options)
@@ -254,11 +261,12 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("option", "strategy", "order"),
     [
-        ("lengths", "ring", "contiguous"), ("causal-lengths", "ring", "zigzag"), ("lower-right", "ring", "contiguous"),
-        ("window", "ring", "zigzag"), ("dropout", "ring", "zigzag"), ("dropout", "ulysses", "contiguous"),
-        ("dropout", "all_gather", "zigzag"), ("sinks", "ring", "contiguous"),
-        *(pytest.param(option, strategy, order, marks=pytest.mark.thorough)
-          for option in ("lengths", "window") for strategy in ("ulysses", "all_gather") for order in ORDERS),
+        ("causal-lengths", "ring", "zigzag"), ("dropout", "ring", "zigzag"),
+        *(pytest.param(option, strategy, order, marks=pytest.mark.thorough) for option, strategy, order in [
+            ("lengths", "ring", "contiguous"), ("lower-right", "ring", "contiguous"), ("window", "ring", "zigzag"),
+            ("sinks", "ring", "contiguous"), ("dropout", "ulysses", "contiguous"), ("dropout", "all_gather", "zigzag"),
+            ("lengths", "ulysses", "zigzag"), ("lengths", "all_gather", "contiguous"), ("window", "all_gather", "zigzag"),
+        ]),
     ],
 )  # fmt: skip
 def test_options(option, strategy, order):
@@ -267,7 +275,7 @@ def test_options(option, strategy, order):
     check(first_order, got, functools.partial(dot_product_attention, **OPTIONS[option]), x)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.thorough)])
 def test_segments(strategy):
     ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 16))), jnp.int32)
     more = [("query_segment_ids", SHARD), ("key_value_segment_ids", SHARD)]
@@ -276,7 +284,15 @@ def test_segments(strategy):
     check(first_order, lambda *x: got(*x, ids, ids), whole, operands(16))
 
 
-@pytest.mark.parametrize("shape", [(1, N, 16, 16), (2, 1, 1, 16), (1, K, 16, 1)], ids=["matrix", "keys", "queries"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, N, 16, 16),
+        pytest.param((2, 1, 1, 16), marks=pytest.mark.thorough),
+        pytest.param((1, K, 16, 1), marks=pytest.mark.thorough),
+    ],
+    ids=["matrix", "keys", "queries"],
+)
 def test_a_bias_and_its_gradient(shape):
     """Cut along the queries, and along the keys as the ring goes; summed over what it does not vary along."""
     x, (bias,) = operands(16), draw(shape)
@@ -291,7 +307,7 @@ def test_a_bias_and_its_gradient(shape):
     check(derivatives, got, whole, (*x, bias))
 
 
-@pytest.mark.parametrize("strategy", [None, "all_gather"])
+@pytest.mark.parametrize("strategy", [None, pytest.param("all_gather", marks=pytest.mark.thorough)])
 def test_a_mask(strategy):
     mask = jnp.asarray(oracle.normal(0, 2, 1, 16, 16) > 0)
     got = shared(4, more=[("mask", PartitionSpec(None, None, "devices"))], context_strategy=strategy)
@@ -306,6 +322,7 @@ def test_a_mask_of_keys_goes_with_ulysses(jitted_kernels):
     assert "all_to_all" in str(jax.make_jaxpr(got)(*operands(16), mask))
 
 
+@pytest.mark.thorough
 def test_half_precision_is_rounded_once():
     """A ring of eight in bfloat16 errs as little as one device."""
     x, exact = operands(64, dtype="bfloat16"), operands(64)
@@ -348,7 +365,7 @@ def test_layers_and_a_consistency_step(computed):
     assert {name for name, *_ in computed} == {"forward", "forward_dual", "backward"}
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.thorough)])
 def test_vmap_and_eager(strategy):
     got = shared(2, context_strategy=strategy, is_causal=True)
     whole = functools.partial(dot_product_attention, is_causal=True)
@@ -382,6 +399,7 @@ def test_beside_other_axes():
     check(first_order, got, functools.partial(dot_product_attention, is_causal=True), operands(8))
 
 
+@pytest.mark.thorough
 def test_two_axes_as_one():
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     spec = PartitionSpec(None, ("a", "b"))
