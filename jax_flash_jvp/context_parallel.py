@@ -20,6 +20,8 @@ from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
 
 Pair = Callable[..., Any]  # pair(name, problem, x, *args, **static): the job of one device
 Wants = tuple[bool, ...]
+# Devices up to which the steps are written out.  XLA's CPU devices may mix up what is sent in a loop and beside it.
+UNROLLED = 8
 KINDS = Operands(
     "rows", "columns", "columns", "scores", "scores", None, None, "rows", "columns", None
 )  # what else there is, all devices have alike
@@ -153,15 +155,20 @@ class Shards:
         ahead = self.sent(columns) if last else []
         rows, collected = at(range(1), 0, columns, rows)
 
-        def turn(carry: Any, step: Any) -> tuple[Any, None]:
+        def turn(carry: Any, step: Any, among: range) -> Any:
             columns, rows, collected = carry
             ahead, collected = self.sent(columns), self.sent(collected)
-            rows, more = at(range(1, last), step, columns, rows)
-            return (ahead, rows, jax.tree.map(jnp.add, collected, more)), None
+            rows, more = at(among, step, columns, rows)
+            return ahead, rows, jax.tree.map(jnp.add, collected, more)
 
-        if last > 1:
-            steps = jnp.arange(1, last, dtype=jnp.int32)
-            (ahead, rows, collected), _ = lax.scan(turn, (ahead, rows, collected), steps)
+        between, carry = range(1, last), (ahead, rows, collected)
+        if self.devices <= UNROLLED:
+            for step in between:
+                carry = turn(carry, step, range(step, step + 1))
+        else:
+            steps = jnp.asarray(between, jnp.int32)
+            carry, _ = lax.scan(lambda carry, step: (turn(carry, step, between), None), carry, steps)
+        ahead, rows, collected = carry
         if last:
             collected = self.sent(collected)
             rows, more = at(range(last, last + 1), last, ahead, rows)
