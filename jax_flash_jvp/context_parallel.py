@@ -16,6 +16,7 @@ from jax import lax
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from jax_flash_jvp.context import Block, Context, chunks_of, lengths_in, merged, plan, zigzag_positions
+from jax_flash_jvp.kernel_primitive import vary_as
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
 
 Pair = Callable[..., Any]  # pair(name, problem, x, *args, **static): the job of one device
@@ -81,8 +82,13 @@ class Shards:
             problem, context=None, is_causal=False, lower_right=False, partial=self.partial
         )
 
-    def problem_of(self, block: Block) -> Problem:
-        return dataclasses.replace(self.problem, window=block.window)
+    def computed(
+        self, pair: Pair, name: str, block: Block, step: Any, args: Any, columns: Sequence[Any], **static: Any
+    ) -> list[Any]:
+        """A block's results."""
+        problem = dataclasses.replace(self.problem, window=block.window)
+        got = pair(name, problem, *self.part(block, step, args, columns), **static)
+        return vary_as(jax.tree.leaves(got), args[0].query)
 
     def part(self, block: Block, step: Any, args: Any, columns: Sequence[Any]) -> Any:
         """The arguments for a block, of those of all rows of this device, and the columns of this step."""
@@ -221,7 +227,7 @@ def _forward(pair: Pair, shards: Shards, x: Operands, *tx: Operands) -> Any:
 
     def compute(blocks: tuple[Block, ...], step: Any, columns: list[Any], rows: Any) -> Any:
         for block in blocks:
-            got = tuple(jax.tree.leaves(pair(name, shards.problem_of(block), *shards.part(block, step, args, columns))))
+            got = tuple(shards.computed(pair, name, block, step, args, columns))
             if rows is None and got[1].shape == statistic.shape:
                 rows = got
                 continue
@@ -257,9 +263,7 @@ def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wan
         sums = [None] * len(leaves) if rows is None else [*rows]
         sums = [None if kind == "columns" else a for a, kind in zip(sums, kinds, strict=True)]
         for block in blocks:
-            got = jax.tree.leaves(
-                pair(name, shards.problem_of(block), *shards.part(block, step, args, columns), **static)
-            )
+            got = shards.computed(pair, name, block, step, args, columns, **static)
             sums = [shards.added(*each, block, step) for each in zip(sums, got, leaves, kinds, strict=True)]
         sums = [zero if a is None else a for a, zero in zip(sums, leaves, strict=True)]
         rows = [None if kind == "columns" else a for a, kind in zip(sums, kinds, strict=True)]

@@ -117,8 +117,6 @@ def train(
         mesh = Mesh(devices, "devices")
         everywhere = NamedSharding(mesh, PartitionSpec())
         shards = NamedSharding(mesh, PartitionSpec(*[None] * divided, "devices"))
-        # else XLA would choose where parts of the new state are, and compile another step for it
-        train_step = jax.jit(train_step, donate_argnums=0, out_shardings=everywhere)
         state = jax.device_put(state, everywhere)  # before a checkpoint is restored alike
     checkpoints = Checkpoints(begin_afresh(config))  # a manager would not write steps older than those it finds
     history: History = []
@@ -136,6 +134,8 @@ def train(
                 for part in batch
             ]  # scalars go to all
         state, metrics = train_step(state, *batch)
+        if len(devices) > 1:  # XLA may have left parts of it here and there, for which another step would be compiled
+            state = jax.device_put(state, everywhere)
         return metrics
 
     def save(_: int, history: History) -> None:

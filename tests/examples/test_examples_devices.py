@@ -134,7 +134,7 @@ def test_devices_that_share_videos_train_as_one(devices, exchange, tmp_path, mon
                 programs.append(train_step.lower(state, *batch).compile().as_text())
             return train_step(state, *batch)
 
-        return consistency.training_jax.train(config, state, jax.jit(watched_step), make_batch, *rest, **options)
+        return consistency.training_jax.train(config, state, watched_step, make_batch, *rest, **options)
 
     monkeypatch.setattr(video_jax, "train", train)
     tiny = dict(steps=2, checkpoint_every=1, log_every=1, batch=2, samples=2, width=16, heads=2, depth=1)

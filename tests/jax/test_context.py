@@ -256,6 +256,15 @@ def test_kernels_are_those_of_one_device(jitted_kernels):
         assert jitted_kernels(jax.grad(loss), *operands(16)) == {"attention_forward": 1, "attention_backward": 1}
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_kernels_interpreted(strategy):
+    """Causal, so that devices differ in what they compute."""
+    options = dict(is_causal=True, implementation="interpret")
+    got = shared(2, context_strategy=strategy, **options)
+    gradients = lambda attend, q, k, v: jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2))(q, k, v)
+    check(gradients, got, functools.partial(dot_product_attention, is_causal=True), operands(8, batch=1))
+
+
 LENGTHS = dict(query_seq_lengths=jnp.array([16, 7], jnp.int32), key_value_seq_lengths=jnp.array([13, 5], jnp.int32))
 OPTIONS = {
     "lengths": LENGTHS,
