@@ -10,6 +10,7 @@ turns, in another order each round, so that neither drift nor a predecessor's he
     python benchmarks/attention.py --batch 128 --lengths 256 --head-dims 64 72 --heads 16 16       # as image models have it
     python benchmarks/attention.py --framework torch --contenders torch_bridge before --before ../another-checkout
     python benchmarks/attention.py --lengths 1024 4096 16384 --also results/torch.csv      # both frameworks in one picture
+    python benchmarks/attention.py --devices 2 --lengths 32768 --head-dims 128     # one sequence over GPUs, beside one of them
     python benchmarks/attention.py --lengths 64 --head-dims 16 --heads 2 --matmul-size 64 --quick     # on a CPU
 
 JAX: beside its portable kernels alone, cuDNN and XLA.  PyTorch: beside scaled_dot_product_attention through cuDNN,
@@ -44,6 +45,7 @@ from measure import (
 )
 
 HEADS = {64: 32, 128: 24}
+OF_DEVICES = ("forward + backward", "JVP + dual backward")  # more jobs, with --devices
 
 
 class Row(NamedTuple):
@@ -152,9 +154,10 @@ def plot(rows: list[Row], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", default="jax", choices=["jax", "torch"])
-    parser.add_argument("--jobs", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
+    parser.add_argument("--jobs", nargs="+", choices=[*PRODUCTS, *OF_DEVICES], help="all by default")
     parser.add_argument("--contenders", nargs="+", help="all by default")
     parser.add_argument("--before", type=Path, help="a checkout of another version to compare with, in PyTorch")
+    parser.add_argument("--devices", type=int, default=0, help="one sequence over so many GPUs, beside one of them")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
@@ -175,6 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
     options.heads = options.heads or [HEADS.get(d, 24) for d in options.head_dims]
     if len(options.heads) != len(options.head_dims):
         parser.error(f"--heads must have one number for each of --head-dims: got {options.heads}, {options.head_dims}")
+    if options.devices:
+        return importlib.import_module(f"{options.framework}_devices").run(options)
+    options.jobs = options.jobs or list(PRODUCTS)
     framework = importlib.import_module(f"{options.framework}_calls")
     if options.before:
         if options.framework != "torch" or not (options.before / "torch_bridge").is_dir():

@@ -48,7 +48,7 @@ def chunks_of(order: Order, devices: int, device: Any) -> tuple[Any, ...]:
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
-    """Which place in the sequence each row of one in zig-zag order has: [length]."""
+    """Which place in the sequence each row of one in zig-zag order has: integers [length]."""
     if length % (2 * devices):
         raise ValueError(
             f"a sequence in zig-zag order must be a multiple of twice the {devices} devices: got {length}; pad it to "

@@ -16,10 +16,13 @@ from jax import lax
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from jax_flash_jvp.context import Block, Context, chunks_of, lengths_in, merged, plan, zigzag_positions
+from jax_flash_jvp.kernel_primitive import vary_as
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
 
 Pair = Callable[..., Any]  # pair(name, problem, x, *args, **static): the job of one device
 Wants = tuple[bool, ...]
+# Devices up to which the steps are written out.  XLA's CPU devices may mix up what is sent in a loop and beside it.
+UNROLLED = 8
 KINDS = Operands(
     "rows", "columns", "columns", "scores", "scores", None, None, "rows", "columns", None
 )  # what else there is, all devices have alike
@@ -79,8 +82,13 @@ class Shards:
             problem, context=None, is_causal=False, lower_right=False, partial=self.partial
         )
 
-    def problem_of(self, block: Block) -> Problem:
-        return dataclasses.replace(self.problem, window=block.window)
+    def computed(
+        self, pair: Pair, name: str, block: Block, step: Any, args: Any, columns: Sequence[Any], **static: Any
+    ) -> list[Any]:
+        """A block's results."""
+        problem = dataclasses.replace(self.problem, window=block.window)
+        got = pair(name, problem, *self.part(block, step, args, columns), **static)
+        return vary_as(jax.tree.leaves(got), args[0].query)
 
     def part(self, block: Block, step: Any, args: Any, columns: Sequence[Any]) -> Any:
         """The arguments for a block, of those of all rows of this device, and the columns of this step."""
@@ -153,15 +161,20 @@ class Shards:
         ahead = self.sent(columns) if last else []
         rows, collected = at(range(1), 0, columns, rows)
 
-        def turn(carry: Any, step: Any) -> tuple[Any, None]:
+        def turn(carry: Any, step: Any, among: range) -> Any:
             columns, rows, collected = carry
             ahead, collected = self.sent(columns), self.sent(collected)
-            rows, more = at(range(1, last), step, columns, rows)
-            return (ahead, rows, jax.tree.map(jnp.add, collected, more)), None
+            rows, more = at(among, step, columns, rows)
+            return ahead, rows, jax.tree.map(jnp.add, collected, more)
 
-        if last > 1:
-            steps = jnp.arange(1, last, dtype=jnp.int32)
-            (ahead, rows, collected), _ = lax.scan(turn, (ahead, rows, collected), steps)
+        between, carry = range(1, last), (ahead, rows, collected)
+        if self.devices <= UNROLLED:
+            for step in between:
+                carry = turn(carry, step, range(step, step + 1))
+        else:
+            steps = jnp.asarray(between, jnp.int32)
+            carry, _ = lax.scan(lambda carry, step: (turn(carry, step, between), None), carry, steps)
+        ahead, rows, collected = carry
         if last:
             collected = self.sent(collected)
             rows, more = at(range(last, last + 1), last, ahead, rows)
@@ -214,7 +227,7 @@ def _forward(pair: Pair, shards: Shards, x: Operands, *tx: Operands) -> Any:
 
     def compute(blocks: tuple[Block, ...], step: Any, columns: list[Any], rows: Any) -> Any:
         for block in blocks:
-            got = tuple(jax.tree.leaves(pair(name, shards.problem_of(block), *shards.part(block, step, args, columns))))
+            got = tuple(shards.computed(pair, name, block, step, args, columns))
             if rows is None and got[1].shape == statistic.shape:
                 rows = got
                 continue
@@ -250,9 +263,7 @@ def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wan
         sums = [None] * len(leaves) if rows is None else [*rows]
         sums = [None if kind == "columns" else a for a, kind in zip(sums, kinds, strict=True)]
         for block in blocks:
-            got = jax.tree.leaves(
-                pair(name, shards.problem_of(block), *shards.part(block, step, args, columns), **static)
-            )
+            got = shards.computed(pair, name, block, step, args, columns, **static)
             sums = [shards.added(*each, block, step) for each in zip(sums, got, leaves, kinds, strict=True)]
         sums = [zero if a is None else a for a, zero in zip(sums, leaves, strict=True)]
         rows = [None if kind == "columns" else a for a, kind in zip(sums, kinds, strict=True)]

@@ -74,7 +74,12 @@ def _varying(tree: Any) -> frozenset:
 
 def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
     """Inside shard_map the operands of a primitive must vary over the same mesh axes."""
-    axes = _varying(leaves)
+    return vary_as(leaves, leaves)
+
+
+def vary_as(leaves: Sequence[Any], other: Any) -> list[Any]:
+    """Over the axes over which some leaf of `other` varies: the results of an opaque call do not know that they do."""
+    axes = _varying(other)
     missing = [tuple(axes - jax.typeof(a).mat.varying) for a in leaves]
     return [_vary(a, m) if m else a for a, m in zip(leaves, missing, strict=True)]
 

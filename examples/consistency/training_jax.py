@@ -134,6 +134,8 @@ def train(
                 for part in batch
             ]  # scalars go to all
         state, metrics = train_step(state, *batch)
+        if len(devices) > 1:  # XLA may have left parts of it here and there, for which another step would be compiled
+            state = jax.device_put(state, everywhere)
         return metrics
 
     def save(_: int, history: History) -> None:

@@ -33,6 +33,31 @@ def no_overhead(monkeypatch):
         monkeypatch.setattr(framework, "overhead", lambda: "overhead")
 
 
+@pytest.mark.thorough
+def test_one_sequence_over_devices(tmp_path, capsys):
+    output = tmp_path / "out"
+    arguments = [
+        "--devices",
+        "2",
+        "--feature",
+        "causal",
+        "--dtype",
+        "float32",
+        "--jobs",
+        "forward + JVP",
+        "--output",
+        str(output),
+    ]
+    assert benchmark.main([*TINY, *arguments]) == 0
+    ways = [
+        "one GPU",
+        *(f"{s}{order}" for s in ("ulysses", "ring", "all_gather") for order in ("", " zigzag")),
+        "under jit",
+    ]
+    assert table(output) == [("forward + JVP", who) for who in ways]
+    assert "differs" not in capsys.readouterr().out
+
+
 def table(path):
     with open(path.with_suffix(".csv"), newline="") as file:
         return [(row["job"], row["who"]) for row in csv.DictReader(file)]

@@ -117,6 +117,47 @@ def test_several_devices_train_as_one(script, later, run, tmp_path, caplog):
     assert_close(resumed.histories[-1], one.histories[-1])
 
 
+@pytest.mark.parametrize(
+    ("devices", "exchange"), [(2, "all-to-all"), (4, "collective-permute")], ids=["ulysses", "ring"]
+)
+def test_devices_that_share_videos_train_as_one(devices, exchange, tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import consistency.training_jax
+    import video_jax
+
+    programs = []
+
+    def train(config, state, train_step, make_batch, *rest, **options):
+        def watched_step(state, *batch):
+            if not programs:
+                assert batch[0].addressable_shards[0].data.shape[1] == batch[0].shape[1] // devices
+                programs.append(train_step.lower(state, *batch).compile().as_text())
+            return train_step(state, *batch)
+
+        return consistency.training_jax.train(config, state, watched_step, make_batch, *rest, **options)
+
+    monkeypatch.setattr(video_jax, "train", train)
+    tiny = dict(steps=2, checkpoint_every=1, log_every=1, batch=2, samples=2, width=16, heads=2, depth=1)
+
+    def run(devices, folder, **options):
+        video_jax.main(video_jax.Config(**tiny | options, devices=devices, output=str(folder)))
+        assert (folder / "samples.png").read_bytes().startswith(b"\x89PNG")
+        return json.loads((folder / "metrics.json").read_text())
+
+    several = run(devices, tmp_path / "several")
+    assert exchange in programs[0]
+    assert "all-gather" not in programs[0]
+    assert not [record for record in caplog.records if record.name.startswith("jax_flash_jvp")]  # "in 2 pieces, …"
+    programs.append("")
+    one = run(1, tmp_path / "one")
+    np.testing.assert_allclose(several["loss"], one["loss"], rtol=1e-4)
+    assert several["tokens"] == 512
+    shutil.rmtree(tmp_path / "several" / "checkpoints" / "2")
+    np.testing.assert_allclose(run(devices, tmp_path / "several", resume=True)["loss"], several["loss"], rtol=1e-5)
+    with pytest.raises(ValueError, match="`frames` must be a multiple of the 3 devices: got 8"):
+        run(3, tmp_path / "three")
+
+
 def test_batches_that_do_not_divide(run, tmp_path):
     with pytest.raises(ValueError, match=r"`batch` must be a multiple of the 3 devices .*: got 20"):
         run("meanflow_jax", tmp_path, DEVICES, batch=20)

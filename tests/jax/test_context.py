@@ -147,7 +147,7 @@ def test_zigzag_order():
 # ------------------------------------------------------------------------------------------------ parts of the keys
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", ["plain", "bias", "dropout"])
 def test_kernels_of_a_part(case, dtype):
     """Of the portable kernels: results of parts of the keys are float32, and merged or summed what those of all keys are."""
@@ -172,7 +172,7 @@ def test_kernels_of_a_part(case, dtype):
     got = [jobs.forward(launcher, partial, part(x, *p), part(tx, *p)) for p in parts]
     assert {a.dtype for y in got for a in y} == {jnp.dtype("float32")}
     y = o, lse, t_o, mu = merged(jnp, *got)
-    exact = jax.tree.map(lambda a: a.astype(jnp.float32), (x, tx)) if dtype == "bfloat16" else (x, tx)
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, (x, tx))
     near = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5 if dtype == "float32" else 0.05)
     for a, b in zip(y, jobs.forward(launcher, problem, *exact), strict=True):
         near(a, b)
@@ -205,8 +205,15 @@ def computed(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("strategy", "devices"), [("ring", 4), ("ulysses", 2), ("all_gather", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "devices", "order"),
+    [
+        ("ring", 4, "contiguous"), ("ulysses", 2, "zigzag"),
+        pytest.param("ring", 4, "zigzag", marks=pytest.mark.thorough),
+        pytest.param("ulysses", 2, "contiguous", marks=pytest.mark.thorough),
+        *(pytest.param("all_gather", 2, order, marks=pytest.mark.thorough) for order in ORDERS),
+    ],
+)  # fmt: skip
 def test_strategies(strategy, devices, order):
     options = dict(is_causal=True)
     got = shared(devices, order, context_strategy=strategy, **options)
@@ -215,12 +222,21 @@ def test_strategies(strategy, devices, order):
 
 def test_eight_devices(computed):
     got = shared(8, context_strategy="ring", is_causal=True)
-    check(first_order, got, functools.partial(dot_product_attention, is_causal=True), operands(32))
+    gradient = lambda attend, *x: jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2))(*x)
+    check(gradient, got, functools.partial(dot_product_attention, is_causal=True), operands(32))
     jax.effects_barrier()
     pairs = {job: times for job, times in computed.items() if job[1] < 32}
-    of_own = {(name, 4, 4): 8 for name in ("forward", "forward_dual", "backward")}
-    others = {(name, *size): 28 for name in ("forward", "forward_dual", "backward") for size in ((2, 4), (4, 2))}
+    of_own = {(name, 4, 4): 8 for name in ("forward", "backward")}
+    others = {(name, *size): 28 for name in ("forward", "backward") for size in ((2, 4), (4, 2))}
     assert pairs == of_own | others
+
+
+@pytest.mark.thorough
+def test_more_devices_than_are_written_out(monkeypatch):
+    monkeypatch.setattr("jax_flash_jvp.context_parallel.UNROLLED", 2)
+    got = shared(4, context_strategy="ring", is_causal=True)
+    gradient = lambda attend, *x: jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2))(*x)
+    check(gradient, got, functools.partial(dot_product_attention, is_causal=True), operands(16))
 
 
 def test_what_nothing_is_seen_of_is_not_computed(computed):
@@ -240,6 +256,15 @@ def test_kernels_are_those_of_one_device(jitted_kernels):
         assert jitted_kernels(jax.grad(loss), *operands(16)) == {"attention_forward": 1, "attention_backward": 1}
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_kernels_interpreted(strategy):
+    """Causal, so that devices differ in what they compute."""
+    options = dict(is_causal=True, implementation="interpret")
+    got = shared(2, context_strategy=strategy, **options)
+    gradients = lambda attend, q, k, v: jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2))(q, k, v)
+    check(gradients, got, functools.partial(dot_product_attention, is_causal=True), operands(8, batch=1))
+
+
 LENGTHS = dict(query_seq_lengths=jnp.array([16, 7], jnp.int32), key_value_seq_lengths=jnp.array([13, 5], jnp.int32))
 OPTIONS = {
     "lengths": LENGTHS,
@@ -254,11 +279,12 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("option", "strategy", "order"),
     [
-        ("lengths", "ring", "contiguous"), ("causal-lengths", "ring", "zigzag"), ("lower-right", "ring", "contiguous"),
-        ("window", "ring", "zigzag"), ("dropout", "ring", "zigzag"), ("dropout", "ulysses", "contiguous"),
-        ("dropout", "all_gather", "zigzag"), ("sinks", "ring", "contiguous"),
-        *(pytest.param(option, strategy, order, marks=pytest.mark.thorough)
-          for option in ("lengths", "window") for strategy in ("ulysses", "all_gather") for order in ORDERS),
+        ("causal-lengths", "ring", "zigzag"), ("dropout", "ring", "zigzag"),
+        *(pytest.param(option, strategy, order, marks=pytest.mark.thorough) for option, strategy, order in [
+            ("lengths", "ring", "contiguous"), ("lower-right", "ring", "contiguous"), ("window", "ring", "zigzag"),
+            ("sinks", "ring", "contiguous"), ("dropout", "ulysses", "contiguous"), ("dropout", "all_gather", "zigzag"),
+            ("lengths", "ulysses", "zigzag"), ("lengths", "all_gather", "contiguous"), ("window", "all_gather", "zigzag"),
+        ]),
     ],
 )  # fmt: skip
 def test_options(option, strategy, order):
@@ -267,7 +293,7 @@ def test_options(option, strategy, order):
     check(first_order, got, functools.partial(dot_product_attention, **OPTIONS[option]), x)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.thorough)])
 def test_segments(strategy):
     ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 16))), jnp.int32)
     more = [("query_segment_ids", SHARD), ("key_value_segment_ids", SHARD)]
@@ -276,7 +302,15 @@ def test_segments(strategy):
     check(first_order, lambda *x: got(*x, ids, ids), whole, operands(16))
 
 
-@pytest.mark.parametrize("shape", [(1, N, 16, 16), (2, 1, 1, 16), (1, K, 16, 1)], ids=["matrix", "keys", "queries"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, N, 16, 16),
+        pytest.param((2, 1, 1, 16), marks=pytest.mark.thorough),
+        pytest.param((1, K, 16, 1), marks=pytest.mark.thorough),
+    ],
+    ids=["matrix", "keys", "queries"],
+)
 def test_a_bias_and_its_gradient(shape):
     """Cut along the queries, and along the keys as the ring goes; summed over what it does not vary along."""
     x, (bias,) = operands(16), draw(shape)
@@ -291,7 +325,7 @@ def test_a_bias_and_its_gradient(shape):
     check(derivatives, got, whole, (*x, bias))
 
 
-@pytest.mark.parametrize("strategy", [None, "all_gather"])
+@pytest.mark.parametrize("strategy", [None, pytest.param("all_gather", marks=pytest.mark.thorough)])
 def test_a_mask(strategy):
     mask = jnp.asarray(oracle.normal(0, 2, 1, 16, 16) > 0)
     got = shared(4, more=[("mask", PartitionSpec(None, None, "devices"))], context_strategy=strategy)
@@ -306,6 +340,7 @@ def test_a_mask_of_keys_goes_with_ulysses(jitted_kernels):
     assert "all_to_all" in str(jax.make_jaxpr(got)(*operands(16), mask))
 
 
+@pytest.mark.thorough
 def test_half_precision_is_rounded_once():
     """A ring of eight in bfloat16 errs as little as one device."""
     x, exact = operands(64, dtype="bfloat16"), operands(64)
@@ -328,7 +363,7 @@ def test_half_precision_is_rounded_once():
 def test_layers_and_a_consistency_step(computed):
     """Scan over layers with remat, the tangent stopped: a forward with its tangent and a backward, not the dual one."""
     x, t = draw((2, 16, N, H), (2, 16, N, H))
-    (weights,) = draw((3, H, H))
+    weights = 0.3 * draw((3, H, H))[0]
 
     def step(attend):
         layer = lambda h, w: h + attend(h @ w, h @ (2 * w), h @ w.T)
@@ -343,12 +378,12 @@ def test_layers_and_a_consistency_step(computed):
     got = shared(4, context_strategy="ring", is_causal=True)
     whole = functools.partial(dot_product_attention, is_causal=True)
     for a, b in zip(*(jax.tree.leaves(jax.jit(step(f))(weights, x)) for f in (got, whole)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
     jax.effects_barrier()
     assert {name for name, *_ in computed} == {"forward", "forward_dual", "backward"}
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.thorough)])
 def test_vmap_and_eager(strategy):
     got = shared(2, context_strategy=strategy, is_causal=True)
     whole = functools.partial(dot_product_attention, is_causal=True)
@@ -382,6 +417,7 @@ def test_beside_other_axes():
     check(first_order, got, functools.partial(dot_product_attention, is_causal=True), operands(8))
 
 
+@pytest.mark.thorough
 def test_two_axes_as_one():
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     spec = PartitionSpec(None, ("a", "b"))

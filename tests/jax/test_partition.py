@@ -15,7 +15,7 @@ import oracle
 from jax_flash_jvp import dot_product_attention, launch, partition
 from recorded import launches_of, record_launches
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 6, reason="needs six devices")
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
 B, T, N, K, H = 4, 20, 4, 2, 8
 attend = functools.partial(dot_product_attention, is_causal=True, implementation="interpret")
@@ -220,27 +220,138 @@ def test_vmap(computed):
     assert {("backward", (2, 1, T, N, H), K), ("tangent", (3, 2, T, N, H), K)} <= computed
 
 
-@pytest.mark.parametrize(
-    ("spec", "heads"), [(PartitionSpec(None, "devices"), (N, K)), (HEADS, (N, 1)), (HEADS, (6, 3))],
-    ids=["rows", "one-key-head", "three-key-heads"],
-)  # fmt: skip
-def test_what_cannot_be_cut_is_gathered(spec, heads, computed, caplog):
-    x = operands(*heads)
-    if heads[1] % 2:  # are then not spread
-        function = lambda q, k, v: attend(q, k[:B], v[:B])
-        x = [x[0], *(jnp.concatenate([a, a]) for a in x[1:])]
-    else:
-        function = attend
-    check(function, x, spec, gathers=True)
-    assert computed == {("forward", x[0].shape, heads[1])}
+@pytest.mark.parametrize("heads", [(N, 1), (6, 3)], ids=["one-key-head", "three-key-heads"])
+def test_what_cannot_be_cut_is_gathered(heads, computed, caplog):
+    q, *x = operands(*heads)
+    x = [q, *(jnp.concatenate([a, a]) for a in x)]  # which is then not spread
+    check(lambda q, k, v: attend(q, k[:B], v[:B]), x, HEADS, gathers=True)
+    assert computed == {("forward", q.shape, heads[1])}
     assert "in 2 pieces, one or more for each device, is computed in 1" in caplog.text
+    assert (
+        "heads are cut as far as the number of those of keys goes; beyond, cut the sequence or the batch" in caplog.text
+    )
 
 
 def test_dropout_counts_all_heads(computed):
     dropped = lambda *x: attend(*x, dropout_rate=0.5, dropout_key=jax.random.key(0))
-    check(dropped, operands(), HEADS, gathers=True)
+    check(dropped, operands(), HEADS)
     check(dropped, operands(), BATCH)
-    assert ("forward", (2, T, N, H), K) in computed
+    assert {("forward", (B, T, 2, H), 1), ("forward", (2, T, N, H), K)} <= computed
+
+
+# ------------------------------------------------------------------------------------------------ the sequence
+
+SEQUENCE = PartitionSpec(None, "devices")
+EXCHANGES = {"ulysses": "all-to-all", "ring": "collective-permute"}
+
+
+def second_order(*x):
+    gradient = jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2))
+    return attend(*x), jax.jvp(gradient, x, x)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    ("strategy", "heads", "shard"),
+    [("ulysses", (N, K), ((B, T, 2, H), 1)), ("ring", (3, 1), ((B, T // 2, 3, H), 1))], ids=EXCHANGES,
+)  # fmt: skip
+def test_the_sequence_is_cut(context, strategy, heads, shard, computed, caplog):
+    program = check(second_order, operands(*heads), SEQUENCE, **CONTEXTS[context])
+    assert EXCHANGES[strategy] in program
+    assert {("forward", *shard), ("backward_dual", *shard)} <= computed
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "shard"),
+    [
+        ((2, 2, 2), PartitionSpec("x", "y", "z"), ((2, 10, 2, H), 1)),
+        ((2, 2), PartitionSpec(None, ("x", "y")), ((B, 5, N, H), K)),
+        ((2, 4), PartitionSpec("x", "y"), ((2, 5, N, H), K)),
+    ],
+    ids=["batch-and-heads", "two-axes", "batch"],
+)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.thorough
+def test_the_sequence_beside_other_axes(sizes, spec, shard, kind, computed, caplog):
+    devices = jax.devices()[: np.prod(sizes)]
+    mesh = jax.make_mesh(sizes, ("x", "y", "z")[: len(sizes)], axis_types=(kind,) * len(sizes), devices=devices)
+    gradient = jax.jit(jax.grad(lambda *x: sum(jnp.sin(a).sum() for a in jax.jvp(attend, x, x)), (0, 1, 2)))
+    x = operands()
+    expected = gradient(*x)
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        compiled = gradient.lower(*(jax.device_put(a, NamedSharding(mesh, spec)) for a in x)).compile()
+        got = compiled(*(jax.device_put(a, NamedSharding(mesh, spec)) for a in x))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=5e-5, atol=5e-5)
+    assert "all-gather" not in compiled.as_text()
+    assert not caplog.records
+    assert {("forward_dual", *shard), ("backward_dual", *shard)} <= computed
+
+
+def test_queries_alone_are_cut(computed, caplog):
+    """Of keys that all devices have, whose number they need not divide."""
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    q, k, v = draw((B, T, N, H), (B, 7, K, H), (B, 7, K, H))
+    gradient = jax.jit(jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2)))
+    put = [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in ((q, SEQUENCE), *[(a, PartitionSpec()) for a in (k, v)])
+    ]
+    compiled = gradient.lower(*put).compile()
+    for a, b in zip(compiled(*put), gradient(q, k, v), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert "all-gather" not in compiled.as_text()
+    assert ("backward", (B, 5, N, H), K) in computed
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("option", ["mask", "bias", pytest.param("dropout", marks=pytest.mark.thorough)])
+def test_what_goes_with_the_sequence(option, computed):
+    options = {
+        "mask": dict(mask=jnp.asarray(oracle.normal(0, B, 1, T, T) > 0)),
+        "bias": dict(bias=draw((1, N, T, T))[0]),
+        "dropout": dict(dropout_rate=0.5, dropout_key=jax.random.key(0)),
+    }[option]
+    gradient = jax.grad(lambda *x: jnp.sin(attend(*x, **options)).sum(), (0, 1, 2))
+    program = check(gradient, operands(), SEQUENCE)
+    assert EXCHANGES["ulysses" if option == "dropout" else "ring"] in program
+
+
+def test_keys_that_alone_are_cut_are_gathered(computed, caplog):
+    q, k, v = operands()
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    got = jax.jit(attend)(put(q[:, :1], PartitionSpec()), put(k, SEQUENCE), put(v, SEQUENCE))
+    np.testing.assert_allclose(got, attend(q[:, :1], k, v), rtol=2e-5, atol=2e-5)
+    assert "keys are cut along the sequence if the queries are" in caplog.text
+
+
+@pytest.mark.thorough
+def test_layers_of_a_sequence():
+    """By the reference, which is divided as the kernels are: scan over layers, remat, a consistency step, a third derivative."""
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x, t = draw((2, 16, 1, H), (2, 16, 1, H))
+    weights = 0.3 * draw((2, H, H))[0]
+    layer = lambda h, w: h + dot_product_attention(h @ w, h @ (2 * w), h @ w.T, is_causal=True)
+    net = lambda w, x: jax.lax.scan(lambda h, w: (jax.checkpoint(layer)(h, w), None), x, w)[0]
+
+    def step(weights, x, t):
+        y, t_y = jax.jvp(functools.partial(net, weights), (x,), (t,))
+        return ((y - jnp.sin(jax.lax.stop_gradient(t_y))) ** 2).sum()
+
+    f = lambda s, x: (dot_product_attention(s * x, x, x) ** 2).sum()
+    third = lambda x: jax.jacfwd(jax.grad(jax.grad(f)))(0.7, x)
+    spread = NamedSharding(mesh, SEQUENCE)
+    for function, args in ((jax.value_and_grad(step), (weights, x, t)), (third, (x,))):
+        expected = jax.jit(function)(*args)
+        put = [
+            jax.device_put(a, spread if a.shape[:2] == (2, 16) else NamedSharding(mesh, PartitionSpec())) for a in args
+        ]
+        compiled = jax.jit(function).lower(*put).compile()
+        assert "collective-permute" in compiled.as_text()
+        for a, b in zip(*map(jax.tree.leaves, (compiled(*put), expected)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("spec", [BATCH, PartitionSpec(None, "devices")], ids=["batch", "rows"])
