@@ -160,7 +160,7 @@ def measure(case: Case, options: Any, device: str) -> list[Row]:
     n, rows, causal = options.devices, [], case.feature == "causal"
     arrays = draw(case, device)
     one = functools.partial(scaled_dot_product_attention, is_causal=causal)
-    for name in options.jobs or PRODUCTS:
+    for name in [job for job in PRODUCTS if options.jobs is None or job in options.jobs]:
         whole = job(name, one, arrays)
         expected = whole()
         start = time.perf_counter()

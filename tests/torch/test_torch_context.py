@@ -1,6 +1,8 @@
 """One sequence in several processes against one process: values and derivatives, which operators run, errors, failures."""
 
 import multiprocessing
+import types
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from torch_bridge import context_parallel, reorder_zigzag, restore_zigzag, zigza
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EVERY = [*torch_group.Sizes().cases()]
 MOST = [
     "causal/ring/zigzag", "causal/ulysses/zigzag", "groups/all_gather/zigzag", "cross/ring/contiguous",
@@ -70,6 +73,21 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
         process.join(timeout=100)
     assert [process.exitcode for process in processes] == [1, 1]
     assert [(tmp_path / f"error-{rank}").read_text() for rank in range(2)] == ["waited in vain", "failed on purpose"]
+
+
+@pytest.mark.thorough
+def test_benchmark(tmp_path, monkeypatch, capfd):
+    """What is timed was right, and is written down."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import torch_devices
+
+    shape = dict(batch=1, lengths=[64], heads=[2], head_dims=[8], feature="causal", dtype="float32")
+    timing = dict(rounds=2, seconds=0.0, rest=0.0, output=tmp_path / "out")
+    options = types.SimpleNamespace(devices=2, jobs=["forward + JVP"], contenders=None, **shape, **timing)
+    assert torch_devices.run(options) == 0
+    ways = ["one GPU", *(s + order for s in ("ulysses", "ring", "all_gather") for order in ("", " zigzag"))]
+    assert [line.split(",")[1] for line in (tmp_path / "out.csv").read_text().splitlines()[1:]] == ways
+    assert "differs" not in capfd.readouterr().out
 
 
 def test_the_order_of_zigzag():
