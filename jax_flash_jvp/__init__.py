@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jax_flash_jvp.attention import dot_product_attention
     from jax_flash_jvp.context import zigzag_positions
-    from jax_flash_jvp.context_parallel import reorder_zigzag, restore_zigzag
+    from jax_flash_jvp.exchange import reorder_zigzag, restore_zigzag
 
 __version__ = "0.1.0"
 __all__ = ["dot_product_attention", "reorder_zigzag", "restore_zigzag", "zigzag_positions"]
 
 _HOME = {
     "dot_product_attention": "jax_flash_jvp.attention",
-    "reorder_zigzag": "jax_flash_jvp.context_parallel",
-    "restore_zigzag": "jax_flash_jvp.context_parallel",
+    "reorder_zigzag": "jax_flash_jvp.exchange",
+    "restore_zigzag": "jax_flash_jvp.exchange",
     "zigzag_positions": "jax_flash_jvp.context",
 }
 

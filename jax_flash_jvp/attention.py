@@ -10,8 +10,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash_jvp.context import ORDERS, Context, Order, Strategy, strategy_of
-from jax_flash_jvp.context_parallel import by_heads, by_sequence, with_all_columns
 from jax_flash_jvp.differentiation import attend, attend_scaled
+from jax_flash_jvp.exchange import by_heads, by_sequence, with_all_columns
 from jax_flash_jvp.problem import (
     DTYPES,
     KERNEL_IMPLEMENTATIONS,

@@ -1,12 +1,12 @@
 """A job of attention where devices share the sequence, in JAX: a ring below the rules of differentiation.
 
 So a derivative keeps its kernels, and no residual knows of a ring: each job here is the same job on pairs of shards, whose
-results are merged or summed, see `context.py`.  What travels is under way while a pair is computed: the shard for the next
+results are merged or summed, see `context.py`.  What travels may be under way while a pair is computed: the shard for the next
 step is sent before, and what this shard has collected so far arrives meanwhile.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 from jax.tree_util import tree_flatten, tree_unflatten
 
-from jax_flash_jvp.context import Block, Context, chunks_of, lengths_in, merged, plan, zigzag_positions
+from jax_flash_jvp.context import Block, Context, chunks_of, lengths_in, merged, plan
+from jax_flash_jvp.exchange import from_zigzag, kinds_of, to_zigzag
 from jax_flash_jvp.kernel_primitive import vary_as
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
 
@@ -23,34 +24,6 @@ Pair = Callable[..., Any]  # pair(name, problem, x, *args, **static): the job of
 Wants = tuple[bool, ...]
 # Devices up to which the steps are written out.  XLA's CPU devices may mix up what is sent in a loop and beside it.
 UNROLLED = 8
-KINDS = Operands(
-    "rows", "columns", "columns", "scores", "scores", None, None, "rows", "columns", None
-)  # what else there is, all devices have alike
-
-
-def reorder_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
-    """An array with the axis of its sequence in zig-zag order, so that equal shards are what `context_order`="zigzag" means.
-
-    Of 2n chunks, n being the number of `devices`, the first shard has the first and the last, and so on.  Places for rotary
-    embeddings are then `zigzag_positions(length, devices)`.
-    """
-    return jnp.take(x, zigzag_positions(x.shape[axis], devices), axis)
-
-
-def restore_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
-    """The inverse of `reorder_zigzag`."""
-    return jnp.take(x, np.argsort(zigzag_positions(x.shape[axis], devices)), axis)
-
-
-def kinds_of(part: Any) -> Iterator[tuple[str | None, int]]:
-    """Of each leaf of a job's arguments or results, its kind, and which axis the rows or columns are."""
-    if isinstance(part, Operands):
-        yield from ((kind, 1) for kind, a in zip(KINDS, part, strict=True) if a is not None)
-    elif part is not None and any(isinstance(a, tuple | list) for a in part):
-        for a in part:
-            yield from kinds_of(a)
-    elif part is not None:
-        yield from (("rows", axis) for a, axis in zip(part, (1, 2), strict=True) if a is not None)
 
 
 def columns_of(args: Any) -> list[Any]:
@@ -204,8 +177,8 @@ def run(pair: Pair, name: str, problem: Problem, x: Operands, *args: Any, **stat
     if causal and context.order == "contiguous" and x.query.shape[1] % 2 == 0:
         # else the last device would compute all of its pairs, and the first one of them
         zigzag = dataclasses.replace(problem, context=dataclasses.replace(context, order="zigzag"))
-        results = run(pair, name, zigzag, *_exchanged(_to_zigzag, (x, *args), context), **static)
-        return _exchanged(_from_zigzag, results, context)
+        results = run(pair, name, zigzag, *to_zigzag((x, *args), context), **static)
+        return from_zigzag(results, context)
     if name == "tangent":  # P of a part of the keys, from the ℓ of all, has rows whose sum is not one
         return _forward(pair, shards, x, args[1])[1]
     if name in ("forward", "forward_dual"):
@@ -289,102 +262,3 @@ def _of_rows(d_lse: Any, lse: Any, bias: Any) -> Any:
     rows = jnp.where(lse == -np.inf, 0, d_lse)[..., None]
     rows = rows.reshape(rows.shape[0], bias.shape[1], -1, *rows.shape[2:]).sum(2)
     return rows.sum([axis for axis in (0, 2) if bias.shape[axis] == 1], keepdims=True)
-
-
-# ------------------------------------------------------------------------------------------------ balance
-
-# Causality, of contiguous shards: each half of a shard goes to the device that has it in zig-zag order.
-
-
-def _exchanged(exchange: Callable, tree: Any, context: Context) -> Any:
-    leaves, structure = tree_flatten(tree)
-    axes = [axis if kind in ("rows", "columns") else 2 if kind == "scores" else None for kind, axis in kinds_of(tree)]
-    moves = [axis is not None and a.shape[axis] > 1 for a, axis in zip(leaves, axes, strict=True)]
-    moved = [exchange(a, axis, context) if m else a for a, axis, m in zip(leaves, axes, moves, strict=True)]
-    return tree_unflatten(structure, moved)
-
-
-def _routes(context: Context) -> list[list[tuple[int, int]]]:
-    """From whom to whom go first halves, which are the even chunks, and second ones."""
-    n = context.devices
-    return [
-        [(device, min(chunk, 2 * n - 1 - chunk)) for device, chunk in enumerate(range(i, 2 * n, 2))] for i in (0, 1)
-    ]
-
-
-def _turned(a: Any, b: Any, context: Context) -> tuple[Any, Any]:
-    """The early chunk and the late one, of the even one and the odd one; or back."""
-    even = lax.axis_index(context.axes) % 2 == 0
-    return jnp.where(even, a, b), jnp.where(even, b, a)
-
-
-def _to_zigzag(a: Any, axis: int, context: Context) -> Any:
-    halves = zip(jnp.split(a, 2, axis), _routes(context), strict=True)
-    even, odd = (lax.ppermute(half, context.axes, to) for half, to in halves)
-    return jnp.concatenate(_turned(even, odd, context), axis)
-
-
-def _from_zigzag(a: Any, axis: int, context: Context) -> Any:
-    early, late = jnp.split(a, 2, axis)
-    halves = zip(_turned(early, late, context), _routes(context), strict=True)
-    back = [lax.ppermute(half, context.axes, [(s, d) for d, s in to]) for half, to in halves]
-    return jnp.concatenate(back, axis)
-
-
-# ------------------------------------------------------------------------------------------------ without a ring
-
-# Ulysses: shards of the sequence become shards of the heads, and back.  Both are linear, so their derivatives are JAX's.
-
-
-def by_heads(args: Any, context: Context) -> Any:
-    """A job's arguments with all of the sequence, for this device's share of the heads."""
-    return _rearranged(args, context, back=False)
-
-
-def by_sequence(results: Any, context: Context) -> Any:
-    """A job's results, of this device's share of the heads, with this device's share of the sequence."""
-    return _rearranged(results, context, back=True)
-
-
-def _rearranged(tree: Any, context: Context, back: bool) -> Any:
-    if isinstance(tree, Operands):
-        swapped = [_swapped(a, -3, -2, context, back) for a in tree[:3]]
-        x = tree._replace(query=swapped[0], key=swapped[1], value=swapped[2])
-        gather = lambda a: None if a is None else in_order(a, a.ndim - 1, context)
-        x = x._replace(query_segments=gather(x.query_segments), key_segments=gather(x.key_segments))
-        device = lax.axis_index(context.axes)
-        if x.mask is not None and x.mask.shape[-3] > 1:
-            heads = x.mask.shape[-3] // context.devices
-            x = x._replace(mask=lax.dynamic_slice_in_dim(x.mask, device * heads, heads, x.mask.ndim - 3))
-        if x.seed is not None:
-            x = x._replace(seed=x.seed.at[..., 2].add((device * x.query.shape[-2]).astype(x.seed.dtype)))
-        return x
-    if tree is None or not any(isinstance(a, tuple | list) for a in tree):
-        if tree is None:
-            return None
-        o, statistic = tree
-        return _swapped(o, -3, -2, context, back), _swapped(statistic, -1, -2, context, back)
-    return type(tree)(_rearranged(a, context, back) for a in tree)
-
-
-def _swapped(a: Any, sequence: int, heads: int, context: Context, back: bool) -> Any:
-    if a is None:
-        return None
-    sequence, heads = a.ndim + sequence, a.ndim + heads
-    if back:
-        if context.order == "zigzag":
-            a = reorder_zigzag(a, context.devices, sequence)
-        return lax.all_to_all(a, context.axes, split_axis=sequence, concat_axis=heads, tiled=True)
-    a = lax.all_to_all(a, context.axes, split_axis=heads, concat_axis=sequence, tiled=True)
-    return restore_zigzag(a, context.devices, sequence) if context.order == "zigzag" else a
-
-
-def in_order(a: Any, axis: int, context: Context) -> Any:
-    """All shards of an array, in the order of the sequence."""
-    a = lax.all_gather(a, context.axes, axis=axis, tiled=True)
-    return restore_zigzag(a, context.devices, axis) if context.order == "zigzag" else a
-
-
-def with_all_columns(x: Operands, context: Context) -> Operands:
-    segments = None if x.key_segments is None else in_order(x.key_segments, 1, context)
-    return x._replace(key=in_order(x.key, 1, context), value=in_order(x.value, 1, context), key_segments=segments)

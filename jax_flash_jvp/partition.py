@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from jax_flash_jvp.context import Context, strategy_of
-from jax_flash_jvp.context_parallel import by_heads, by_sequence
+from jax_flash_jvp.exchange import by_heads, by_sequence
 from jax_flash_jvp.kernel_primitive import float64_if
 from jax_flash_jvp.problem import Operands, Problem
 
