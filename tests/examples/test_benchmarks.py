@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import attention as benchmark  # noqa: E402
+import gradient_of_gradient  # noqa: E402
 import host_time  # noqa: E402
 import jax_calls  # noqa: E402
 import measure  # noqa: E402
@@ -213,6 +214,30 @@ def test_host_time(capsys):
     }  # fmt: skip
     host_time.profile(jobs[host_time.DUAL], 1, lambda: None)
     assert "function calls" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "who"), [("jax", ["jax-flash-jvp", "XLA"]), ("torch", ["torch_bridge", "SDPA math"])])
+def test_gradient_of_gradient(name, who, tmp_path):
+    size = ["--framework", name, "--chunk", "16", "--window", "48", "--shapes", "2x8", "--contenders", *who]
+    assert gradient_of_gradient.main([*size, *QUICK, "--output", str(tmp_path / "out")]) == 0
+    with open(tmp_path / "out.csv", newline="") as file:
+        rows = [(row["who"], row["queries"], row["keys"]) for row in csv.DictReader(file)]
+    assert rows == [(w, "16", "64") for w in who]
+
+
+def test_gradient_of_gradient_does_not_time_what_is_wrong(tmp_path, monkeypatch, capsys):
+    contenders = gradient_of_gradient.in_jax
+
+    def broken(shape):
+        given, check = contenders(shape)
+        twice = lambda prepare: lambda arrays: prepare([2 * a for a in arrays])
+        return {who: twice(prepare) if who == "XLA" else prepare for who, prepare in given.items()}, check
+
+    monkeypatch.setattr(gradient_of_gradient, "in_jax", broken)
+    size = ["--chunk", "16", "--window", "48", "--shapes", "2x8", "--output", str(tmp_path / "out")]
+    assert gradient_of_gradient.main([*size, *QUICK]) == 1
+    assert "XLA: WRONG" in capsys.readouterr().out
+    assert "XLA" not in (tmp_path / "out.csv").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

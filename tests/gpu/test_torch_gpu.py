@@ -25,6 +25,7 @@ from torch_oracle import (  # noqa: E402
     leaves,
     loss,
     naive,
+    with_lse,
 )
 
 pytestmark = pytest.mark.gpu
@@ -83,14 +84,14 @@ def everything(attention, x, tangents, weights, **arguments):
     )
 
 
-def as_exact_as_naive(x, tangents, weights, **arguments):
+def as_exact_as_naive(x, tangents, weights, of=lambda attention: attention, **arguments):
     """At most twice the error of naive attention in the same dtype, plus a rounding floor."""
     launched()
-    ours = everything(sdpa, x, tangents, weights, **arguments)
+    ours = everything(of(sdpa), x, tangents, weights, **arguments)
     assert launched() == "FDDDBSS"
-    theirs = everything(naive, x, tangents, weights, **arguments)
+    theirs = everything(of(naive), x, tangents, weights, **arguments)
     wide = [tuple(a.double() for a in group) for group in (x, tangents, weights)]
-    exact = everything(naive, *wide, **arguments)
+    exact = everything(of(naive), *wide, **arguments)
     for name in ours:
         largest = max(c.abs().max().item() for c in leaves(exact[name]))
         for i, (a, b, c) in enumerate(zip(*(leaves(r[name]) for r in (ours, theirs, exact)), strict=True)):
@@ -101,6 +102,18 @@ def as_exact_as_naive(x, tangents, weights, **arguments):
             floor = 4 * unit * largest
             error, allowed = (a - c).abs().max().item(), 2 * (b - c).abs().max().item() + floor
             assert error <= allowed, f"{name}[{i}]: error {error:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("features", ["plain", "causal-sinks-lengths"])
+def test_log_sum_exp(features, dtype, family, kernels_alone):
+    shape = 2, 4, 320, 64
+    x, tangents, weights = (tuple(normal(*shape, dtype=dtype, seed=3 * j + i) for i in range(3)) for j in range(3))
+    arguments = {}
+    if features != "plain":
+        lengths = torch.tensor([320, 0], dtype=torch.int32, device="cuda")
+        arguments = dict(is_causal=True, key_value_seq_lengths=lengths, sinks=normal(4, dtype=torch.float32))
+    as_exact_as_naive(x, tangents, weights[:2], with_lse, **arguments)
 
 
 # name: (batch, query heads, key heads, L, S, D), causal

@@ -83,7 +83,7 @@ def with_lse(attention):
 
     def attend(*x, **arguments):
         o, log_sum_exp = attention(*x, **arguments, return_lse=True)
-        return o + torch.where(log_sum_exp == -torch.inf, 0, log_sum_exp).sin()[..., None]
+        return o + torch.where(log_sum_exp == -torch.inf, 0, log_sum_exp).sin()[..., None].to(o.dtype)
 
     return attend
 
