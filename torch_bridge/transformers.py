@@ -149,7 +149,8 @@ def attention(
         else:
             bias = position_bias + bias
     window = None if left is None else (left, right)
-    options = options_of(dropout, "lower_right" if queries != keys else "upper_left", window, softcap)
+    from_the_end = queries != keys and (causal or window is not None)
+    options = options_of(dropout, "lower_right" if from_the_end else "upper_left", window, softcap)
     if dropout == 1:
         value = value * 0
     selection = () if documents is None else (None, None, documents, key_documents)
