@@ -6,6 +6,7 @@ turns, in another order each round, so that neither drift nor a predecessor's he
     python benchmarks/attention.py                                  # L = 8192, H32 D64 and H24 D128, bf16
     python benchmarks/attention.py --lengths 1024 4096 16384 --feature causal --output results/causal
     python benchmarks/attention.py --batch 8 --lengths 2048 --heads 16 16 --feature mask       # or padding, or bias
+    python benchmarks/attention.py --framework torch --lengths 32768 --feature teacher-forcing   # or block-sparse, or varlen
     python benchmarks/attention.py --framework torch --jobs "forward + JVP" --head-dims 128 --heads 16 --quick
     python benchmarks/attention.py --batch 128 --lengths 256 --head-dims 64 72 --heads 16 16       # as image models have it
     python benchmarks/attention.py --framework torch --contenders torch_bridge before --before ../another-checkout
@@ -14,12 +15,13 @@ turns, in another order each round, so that neither drift nor a predecessor's he
     python benchmarks/attention.py --lengths 64 --head-dims 16 --heads 2 --matmul-size 64 --quick     # on a CPU
 
 JAX: beside its portable kernels alone, cuDNN and XLA.  PyTorch: beside scaled_dot_product_attention through cuDNN,
-FlashAttention and, compiled, the math backend; and beside jvp-flash-attention where that is installed.
+FlashAttention, FlexAttention and, compiled, the math backend; and beside jvp-flash-attention where that is installed.
 
 TFLOP/s count the matrix products that the job needs: 2 for the forward, 6 for forward + JVP, 5 for the backward, 15 for the
 dual backward (the gradient through forward + JVP), each of 2 B H Lq Lk D operations, half of that where causal, three quarters
 where the last quarter of the keys is padding.  A mask hides half of all scores at random, and saves nothing; a bias is one of
-every head.
+every head.  Teacher forcing is of sixteen blocks, block-sparse attention leaves a tenth of blocks of 128² at random, and varlen
+packs seven documents: of each as much as is seen.
 """
 
 import argparse

@@ -10,16 +10,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash_jvp import dot_product_attention
+from jax_flash_jvp import dot_product_attention, visibility
 from measure import PRODUCTS, Case, Contender, Prepared, end_heads, timed
 
 ROWS, HEADS = 1, 2
 wait = jax.block_until_ready
 
-ours = dot_product_attention
-portable = functools.partial(dot_product_attention, implementation="portable")
-cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+
+def ours(q, k, v, blocks=None, **extra):
+    if blocks is not None:
+        extra |= dict(mask=blocks, mask_block_size=(q.shape[1] // blocks.shape[2],) * 2)
+    return dot_product_attention(q, k, v, **extra)
+
+
+def masked(attention: Callable) -> Callable:
+    """Of what knows no ranges and no blocks."""
+
+    def call(q, k, v, key_ranges=None, blocks=None, **extra):
+        if key_ranges is not None or blocks is not None:
+            extra["mask"] = elements(key_ranges, blocks, q.shape[1], k.shape[1])
+        return attention(q, k, v, **extra)
+
+    return call
+
+
+def elements(key_ranges, blocks, queries: int, keys: int, first: int = 0) -> jax.Array:
+    """The boolean mask that ranges or blocks stand for, of so many queries from the first on."""
+    if blocks is None:
+        return visibility.matrix(key_ranges, keys)
+    size = keys // blocks.shape[3]
+    return blocks[:, :, (first + np.arange(queries)) // size][..., np.arange(keys) // size]
+
+
+portable = functools.partial(ours, implementation="portable")
+cudnn = masked(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))
+xla = masked(functools.partial(jax.nn.dot_product_attention, implementation="xla"))
 
 OURS = "jax-flash-jvp"
 CONTENDERS: dict[str, Contender] = {
@@ -52,7 +77,7 @@ def extra(case: Case) -> dict[str, Any]:
         return {"mask": jnp.broadcast_to(jnp.arange(case.length) < 3 * case.length // 4, case.extra_shape)}
     if case.feature == "bias":
         return {"bias": jax.random.normal(key, case.extra_shape, jnp.dtype(case.dtype))}
-    return {}
+    return {name: jnp.asarray(a) for name, a in case.structure().items()}
 
 
 def job_function(job: str, attention: Callable, extra: dict, arrays: list[jax.Array]) -> tuple[Callable, tuple]:
@@ -80,7 +105,9 @@ def naive(job, extra, arrays, first, exact, rounds_scores=False) -> list[np.ndar
     """In the arrays' dtype throughout, or in float64; scores and softmax in float32 at least.  `first`: the first row of
     scores that belongs to these queries."""
 
-    def attention(q, k, v, is_causal=False, mask=None, bias=None):
+    def attention(q, k, v, is_causal=False, mask=None, bias=None, key_ranges=None, blocks=None):
+        if key_ranges is not None or blocks is not None:
+            mask = elements(key_ranges, blocks, q.shape[1], k.shape[1], first)
         wide = q.dtype if rounds_scores else jnp.promote_types(q.dtype, jnp.float32)
         s = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
         if bias is not None:

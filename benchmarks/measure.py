@@ -11,11 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_flash_jvp import visibility
+
 PRODUCTS = {"forward": 2, "forward + JVP": 6, "backward": 5, "dual backward": 15}
 SCORES = 2**26  # of a head, that the float64 computation holds at a time
 MATMUL = "bf16 matrix product"
 # what attention may have, and how much of the products it leaves
-FEATURES = {"none": 1, "causal": 1 / 2, "mask": 1, "padding": 3 / 4, "bias": 1}
+FEATURES = {
+    "none": 1, "causal": 1 / 2, "mask": 1, "padding": 3 / 4, "bias": 1, "teacher-forcing": 272 / 32**2, "block-sparse": 1 / 10,
+    "varlen": 48 / 16**2,
+}  # fmt: skip
+DOCUMENTS = (0, 1, 2, 4, 7, 8, 12, 16)  # where they begin and end, in sixteenths of the length
 
 
 class Case(NamedTuple):
@@ -37,6 +43,20 @@ class Case(NamedTuple):
         batch = f"B{self.batch} " if self.batch > 1 else ""
         feature = f" {self.feature}" if self.feature != "none" else ""
         return f"{batch}H{self.heads} L{self.length} D{self.head_dim}{feature}"
+
+    def structure(self) -> dict[str, np.ndarray]:
+        """What a feature that needs no array of L² gives attention: ranges of keys, or booleans of square blocks."""
+        if self.feature == "teacher-forcing":  # in sixteen blocks
+            return {"key_ranges": visibility.teacher_forcing(self.length, self.length // 32)}
+        if self.feature == "varlen":
+            return {"key_ranges": visibility.documents(self.length, [n * self.length // 16 for n in DOCUMENTS])}
+        if self.feature == "block-sparse":
+            n = self.length // min(128, self.length // 8)
+            blocks = np.eye(n, dtype=bool)  # every query sees something
+            others = np.random.default_rng(0).permutation(np.flatnonzero(~blocks))
+            blocks.flat[others[: max(0, n * n // 10 - n)]] = True
+            return {"blocks": blocks[None, None]}
+        return {}
 
     @property
     def extra_shape(self) -> tuple[int, ...]:
@@ -90,7 +110,7 @@ class Oracle:
     def __init__(self, framework: ModuleType, job: str, extra: dict[str, Any], arrays: list[Any]):
         self.framework, self.job = framework, job
         self.arrays = end_heads(arrays, framework.HEADS)
-        self.extra = {name: a if a is True else end_heads([a], 1)[0] for name, a in extra.items()}
+        self.extra = {name: a if a is True or name == "blocks" else end_heads([a], 1)[0] for name, a in extra.items()}
         self.exact = self._compute(exact=True)
         self._allowed: dict[bool, list[float]] = {}
 
@@ -104,11 +124,11 @@ class Oracle:
         axis, parts = self.framework.ROWS, []
         length = self.arrays[0].shape[axis]
         step = max(1, SCORES // length)
-        whole = lambda a: a is True or a.shape[2] == 1
+        whole = lambda name, a: a is True or a.shape[2] == 1 or name == "blocks"
         for first in range(0, length, step):
             rows = indices(axis, slice(first, first + step))
             some = [a[rows] if i in (0, 3, 6, 7) else a for i, a in enumerate(self.arrays)]
-            extra = {name: a if whole(a) else a[indices(2, rows[axis])] for name, a in self.extra.items()}
+            extra = {name: a if whole(name, a) else a[indices(2, rows[axis])] for name, a in self.extra.items()}
             parts.append(self.framework.naive(self.job, extra, some, first, **how))
         of_keys = self.job.endswith("backward")
         pieces = enumerate(zip(*parts, strict=True))

@@ -19,23 +19,66 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
+from jax_flash_jvp import visibility
 from measure import Case, Contender, Prepared, end_heads, timed
 from torch_bridge import scaled_dot_product_attention
 
 ROWS, HEADS = 2, 1
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch._functorch.config.donated_buffer = False  # private: compiled backwards that may run again
-ours = scaled_dot_product_attention
+
+
+def ours(q, k, v, blocks=None, **extra):
+    if blocks is not None:
+        extra |= dict(attn_mask=blocks, mask_block_size=(q.shape[2] // blocks.shape[2],) * 2)
+    return scaled_dot_product_attention(q, k, v, **extra)
+
+
+def elements(key_ranges, blocks, queries: int, keys: int, first: int = 0) -> torch.Tensor:
+    """The boolean mask that ranges or blocks stand for, of so many queries from the first on."""
+    if blocks is None:
+        return visibility.matrix(key_ranges, keys)
+    i, j = (torch.arange(n, device=blocks.device) // (keys // blocks.shape[3]) for n in (first + queries, keys))
+    return blocks[:, :, i[first:, None], j]
 
 
 def sdpa(backend: SDPBackend) -> Callable:
-    def attention(q, k, v, **extra):
+    def attention(q, k, v, key_ranges=None, blocks=None, **extra):
+        if key_ranges is not None or blocks is not None:
+            extra["attn_mask"] = elements(key_ranges, blocks, q.shape[2], k.shape[2])
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, **extra)
 
     return attention
+
+
+def flex(q, k, v, is_causal=False, key_ranges=None, blocks=None):
+    """FlexAttention, whose mask is made once."""
+    return _flex_attention()(q, k, v, block_mask=_block_mask(is_causal, key_ranges, blocks, q.shape[2], q.device.type))
+
+
+@functools.cache
+def _flex_attention() -> Callable:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.cache
+def _block_mask(is_causal, key_ranges, blocks, length: int, device: str):
+    def mask_mod(b, h, i, j):
+        if is_causal:
+            return i >= j
+        if blocks is not None:
+            size = length // blocks.shape[2]
+            return blocks[0, 0, i // size, j // size]
+        seen = [(r[0, 0, i, 0] <= j) & (j < r[0, 0, i, 1]) for r in key_ranges.unbind(3)]
+        return functools.reduce(torch.logical_or, seen)
+
+    if not is_causal and key_ranges is None and blocks is None:
+        return None
+    return create_block_mask(mask_mod, None, None, length, length, device=device)
 
 
 def peer(q, k, v, is_causal=False, **extra):
@@ -44,9 +87,13 @@ def peer(q, k, v, is_causal=False, **extra):
     return JVPAttn.fwd_dual(q, k, v, causal=is_causal, **extra)
 
 
-def naive_attention(q, k, v, is_causal=False, attn_mask=None, first=0, rounds_scores=True):
+def naive_attention(
+    q, k, v, is_causal=False, attn_mask=None, key_ranges=None, blocks=None, first=0, rounds_scores=True
+):  # fmt: skip
     """`first`: the first row of scores that belongs to these queries."""
     wide = q.dtype if rounds_scores else torch.promote_types(q.dtype, torch.float32)
+    if key_ranges is not None or blocks is not None:
+        attn_mask = elements(key_ranges, blocks, q.shape[2], k.shape[2], first)
     s = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
     if is_causal:
         attn_mask = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(first)
@@ -74,6 +121,7 @@ CONTENDERS: dict[str, Contender] = {
     OURS: Contender(ours),
     "SDPA cuDNN": Contender(sdpa(SDPBackend.CUDNN_ATTENTION), PLAIN),
     "SDPA flash": Contender(sdpa(SDPBackend.FLASH_ATTENTION), PLAIN),
+    "FlexAttention": Contender(flex, PLAIN),
     "SDPA math, compiled": Contender(sdpa(SDPBackend.MATH), DUAL, quadratic=True, rounds_scores=True, compiled=True),
 }
 if importlib.util.find_spec("jvp_flash_attention"):  # it has no gradient through the tangent
@@ -110,7 +158,7 @@ def extra(case: Case) -> dict[str, Any]:
     if case.feature == "bias":
         dtype = getattr(torch, case.dtype)
         return {"attn_mask": torch.randn(case.extra_shape, generator=generator, device=DEVICE, dtype=dtype)}
-    return {}
+    return {name: torch.from_numpy(a).to(DEVICE) for name, a in case.structure().items()}
 
 
 def starter(contender: Contender, job: str, extra: dict[str, Any]) -> Callable:

@@ -11,8 +11,10 @@ import pathlib
 
 import matplotlib
 
+from jax_flash_jvp import visibility
+
 matplotlib.use("Agg")
-from matplotlib import image, pyplot
+from matplotlib import colors, image, pyplot
 
 ROOT = pathlib.Path(__file__).parents[1]
 COLORS = {  # of whoever is measured, the same in every picture
@@ -33,6 +35,7 @@ def svgs(root: pathlib.Path) -> dict[str, str]:
             figure = over_length(rows, JOBS, [head_dim], size=(10, 3.1))
             drawn[f"h100-{head_dim}"] = _svg(figure)
         drawn["timeline"] = _svg(timeline())
+        drawn["visibility"] = _svg(who_sees_whom())
     return drawn
 
 
@@ -103,6 +106,30 @@ def timeline() -> pyplot.Figure:
     axis.set_xlabel("time →")
     axis.spines["left"].set_visible(False)
     axis.tick_params(left=False)
+    figure.tight_layout()
+    return figure
+
+
+def who_sees_whom() -> pyplot.Figure:
+    """A panel for each constructor of ranges: queries downwards, keys to the right."""
+    n = 32
+    tiles = visibility.sliding_tile((4, 8), (2, 2), (1, 3))
+    panels = {
+        "causal": visibility.causal(n), "window(left=6, right=2)": visibility.window(n, 6, 2),
+        "prefix(10)": visibility.prefix(n, 10), "block_causal(8)": visibility.block_causal(n, 8),
+        "teacher_forcing(4)": visibility.teacher_forcing(n, 4),
+        "documents": visibility.documents(n, [0, 7, 20, 32]),
+        "documents, causal": visibility.documents(n, [0, 7, 20, 32], is_causal=True),
+        "sliding_tile": tiles["key_ranges"],
+    }  # fmt: skip
+    figure, axes = pyplot.subplots(2, 4, figsize=(10, 5.6))
+    for axis, (title, ranges) in zip(axes.flat, panels.items(), strict=True):
+        axis.imshow(
+            visibility.matrix(ranges, n)[0, 0], cmap=colors.ListedColormap(["#eef0f2", "#2f6690"]), vmin=0, vmax=1
+        )
+        axis.set(title=title, xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+    axes[0, 0].set(ylabel="queries ↓", xlabel="keys →")
     figure.tight_layout()
     return figure
 

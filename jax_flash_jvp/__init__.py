@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     from jax_flash_jvp.attention import dot_product_attention
     from jax_flash_jvp.context import zigzag_positions
     from jax_flash_jvp.exchange import reorder_zigzag, restore_zigzag
+    from jax_flash_jvp.varlen import varlen_attention
 
 __version__ = "0.1.0"
-__all__ = ["dot_product_attention", "reorder_zigzag", "restore_zigzag", "zigzag_positions"]
+__all__ = ["dot_product_attention", "reorder_zigzag", "restore_zigzag", "varlen_attention", "zigzag_positions"]
 
 _HOME = {
     "dot_product_attention": "jax_flash_jvp.attention",
     "reorder_zigzag": "jax_flash_jvp.exchange",
     "restore_zigzag": "jax_flash_jvp.exchange",
+    "varlen_attention": "jax_flash_jvp.varlen",
     "zigzag_positions": "jax_flash_jvp.context",
 }
 

@@ -23,6 +23,7 @@ from jax_flash_jvp.problem import (
     check_operands,
     dropout_rate_of,
     lower_right_of,
+    mask_block_of,
     refuse_unknown,
     soft_cap_of,
     unserved,
@@ -53,6 +54,8 @@ class Options(TypedDict, total=False):
     causal_alignment: Alignment
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
+    key_ranges: ArrayLike | None
+    mask_block_size: tuple[int, int] | None
     logits_soft_cap: float | None
     sinks: ArrayLike | None
     dropout_rate: float
@@ -112,6 +115,8 @@ def dot_product_attention(
     causal_alignment: Alignment = "upper_left",
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
+    key_ranges: ArrayLike | None = None,
+    mask_block_size: tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
@@ -158,6 +163,11 @@ def dot_product_attention(
         documents.  Where they are in order, tiles without a common segment are not visited.  Those that int32 need not hold
         (int64, uint32, uint64) are sorted first.
       key_value_segment_ids: integers [B, S], or [S]; given together with `query_segment_ids`.
+      key_ranges: integers [B, N, T, R, 2], or with K heads or one, one batch entry or none: query t attends to the keys in any of
+        the R intervals [start, end), which may be empty, overlap or pass the ends.  R is small and static, the numbers may be
+        traced: :mod:`jax_flash_jvp.visibility` makes them.  Tiles that nobody sees are not visited.
+      mask_block_size: (b_q, b_k); then an element of `mask`, [B, N, ⌈T / b_q⌉, ⌈S / b_k⌉] or with axes of batch and heads as
+        above, stands for a block of so many queries and keys.  Tiles of hidden blocks are not visited.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before bias and masks (arXiv:2408.00118, section 2).
       sinks: [N]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable, but
         ``jax.linear_transpose`` does not transpose a call with sinks in its values.
@@ -197,8 +207,9 @@ def dot_product_attention(
     arrays = dict(query=query, key=key, value=value, bias=bias, mask=mask)
     lengths = dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
     segments = dict(query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids)
+    ranges = dict(key_ranges=key_ranges)
     given = {name: as_array(name, a) for name, a in arrays.items()}
-    given |= {name: _index(name, a) for name, a in {**lengths, **segments}.items()}
+    given |= {name: _index(name, a) for name, a in {**lengths, **segments, **ranges}.items()}
     ndim = given["query"].ndim
     for name in ("query", "key", "value"):
         if given[name].ndim != ndim or ndim not in (3, 4):
@@ -232,11 +243,18 @@ def dot_product_attention(
     for name in (*lengths, *segments):
         if given[name] is not None and ndim == 3 and given[name].ndim == (name in segments):
             given[name] = given[name][None]
+    if given["key_ranges"] is not None:
+        given["key_ranges"] = _five_dimensional(given["key_ranges"])
     rate = dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
     given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
     x = Operands(*given.values())
     context = _context(context_axis, context_strategy, context_order)
-    check_operands(x, x.key.shape[1] * (1 if context is None else context.devices))
+    mask_block = _mask_block(mask_block_size, x.mask)
+    if context is not None:
+        for name, given_one in (("key_ranges", x.key_ranges), ("mask_block_size", mask_block)):
+            if given_one is not None:
+                raise ValueError(f"`{name}` does not go with a `context_axis`: say it in segments, windows or a `mask`")
+    check_operands(x, x.key.shape[1] * (1 if context is None else context.devices), mask_block)
     if context is not None:
         for name, ids in segments.items():
             if ids is not None and jnp.iinfo(given[name].dtype).bits > 16 and given[name].dtype != jnp.int32:
@@ -265,6 +283,7 @@ def dot_product_attention(
         lower_right=lower_right_of(causal_alignment),
         soft_cap=None if logits_soft_cap is None else soft_cap_of(number("logits_soft_cap", logits_soft_cap, 0.0)),
         dropout_rate=rate,
+        mask_block=mask_block,
         precision=_precision(),
         implementation=implementation,
     )
@@ -310,6 +329,10 @@ def _four_dimensional(name: str, a: jax.Array) -> jax.Array:
     return a.reshape((1,) * (4 - a.ndim) + a.shape)
 
 
+def _five_dimensional(a: jax.Array) -> jax.Array:
+    return a.reshape((1,) * (5 - a.ndim) + a.shape) if a.ndim < 5 else a
+
+
 def _index(name: str, a: Any) -> Any:
     """An array; without int64, JAX would cut off what numbers of the host have beyond int32."""
     for leaf in jax.tree.leaves(a):
@@ -326,7 +349,7 @@ def _index(name: str, a: Any) -> Any:
 
 
 def _in_int32(x: Operands) -> Operands:
-    """Lengths and segments, of whatever integers."""
+    """Lengths, ranges and segments, of whatever integers."""
 
     def length(a: Any) -> Any:  # beyond all arrays is as good as at their end
         if a is None or a.dtype == jnp.int32:
@@ -335,6 +358,7 @@ def _in_int32(x: Operands) -> Operands:
         return jnp.clip(a, max(-1, limits.min), min(LARGEST, limits.max)).astype(jnp.int32)
 
     x = x._replace(query_lengths=length(x.query_lengths), key_lengths=length(x.key_lengths))
+    x = x._replace(key_ranges=length(x.key_ranges))
     segments = (x.query_segments, x.key_segments)
     if segments[0] is None or all(a.dtype == jnp.int32 for a in segments):
         return x
@@ -454,6 +478,12 @@ def _window(size: Any) -> tuple[int | None, int | None] | None:
     if any(isinstance(n, jax.core.Tracer) for n in jax.tree.leaves(size)):
         raise TypeError("`local_window_size` must be known when the call is traced; make it a static argument")
     return window_of(size)
+
+
+def _mask_block(size: Any, mask: Any) -> tuple[int, int] | None:
+    if any(isinstance(n, jax.core.Tracer) for n in jax.tree.leaves(size)):
+        raise TypeError("`mask_block_size` must be known when the call is traced; make it a static argument")
+    return mask_block_of(size, mask)
 
 
 def _flag(name: str, value: Any) -> bool:

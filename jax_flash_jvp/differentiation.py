@@ -65,7 +65,8 @@ def _backward_dual_shapes(x: Operands, *_, want: Mask, want_tangent: Mask, **__)
 
 
 def _shared(mapped: tuple, *, want: Mask = (), want_tangent: Mask = (), **_) -> Any:
-    """A mask; a bias and its tangents, if none of them is mapped and the results, which are mapped, are not its gradients."""
+    """Masks and ranges; a bias and its tangents, if none of them is mapped and the results, which are mapped, are not its
+    gradients."""
     operands = [part for part in jax.tree.leaves(mapped, is_leaf=launch.is_operands) if launch.is_operands(part)]
     bias = not any(part.bias for part in operands) and not any(w[DIFFERENTIABLE - 1] for w in (want, want_tangent) if w)
 
@@ -73,9 +74,8 @@ def _shared(mapped: tuple, *, want: Mask = (), want_tangent: Mask = (), **_) -> 
         shared = jax.tree.map(lambda _: False, part)
         if not launch.is_operands(part):
             return shared
-        return shared._replace(
-            bias=None if part.bias is None else bias, mask=None if part.mask is None else not part.mask
-        )
+        selected = {name: None if (a := getattr(part, name)) is None else not a for name in launch.MASKS}
+        return shared._replace(bias=None if part.bias is None else bias, **selected)
 
     return jax.tree.map(share, mapped, is_leaf=launch.is_operands)
 

@@ -40,6 +40,8 @@ def attention_fn(
     *,
     scale: float | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
+    key_ranges: ArrayLike | None = None,
+    mask_block_size: tuple[int, int] | None = None,
     implementation: Implementation | None = None,
     force_fp32_for_softmax: bool = True,
 ) -> jax.Array:
@@ -58,7 +60,7 @@ def attention_fn(
         module: must be None: there are no attention weights to sow.
         promote_dtype: nnx's way of casting, called as `promote_dtype((query, key, value), dtype=dtype)`.
         is_causal: whether a query sees only keys at its own position and before.
-        scale, local_window_size, implementation: passed on to `dot_product_attention`.
+        scale, local_window_size, key_ranges, mask_block_size, implementation: passed on to `dot_product_attention`.
         force_fp32_for_softmax: as linen's; softmax is in float32 at least, whatever it says.
 
     Returns:
@@ -115,6 +117,8 @@ def attention_fn(
             scale=scale,
             is_causal=is_causal,
             local_window_size=local_window_size,
+            key_ranges=key_ranges,
+            mask_block_size=mask_block_size,
             implementation=implementation,
             dropout_rate=dropout_rate if dropout else 0.0,
             dropout_key=dropout_rng,

@@ -29,6 +29,7 @@ from jax_flash_jvp.partition import on_shards
 from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, Operands, unserved
 
 logger = logging.getLogger(__name__)
+MASKS = ("mask", "key_ranges")  # which batch entries may share, and heads
 SMALLEST_NORMAL = 2.0**-126  # of float32
 
 
@@ -165,10 +166,10 @@ def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem:
     def unfold(a):
         return a.reshape(*lead, -1, *a.shape[1:])
 
-    def spread(part):  # a bias or a mask that some entries share, but not all
+    def spread(part):  # what some entries share, but not all
         if not is_operands(part):
             return part
-        arrays = [(name, a) for name, a in (("bias", part.bias), ("mask", part.mask)) if a is not None]
+        arrays = [(name, a) for name in ("bias", *MASKS) if (a := getattr(part, name)) is not None]
         several = [(name, a) for name, a in arrays if math.prod(a.shape[:n]) > 1]
         return part._replace(**{name: jnp.broadcast_to(a, (*lead, batch, *a.shape[n:])) for name, a in several})
 

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 # The axes of the operands, and of o, ℓ and their like; those that vmap adds come before.
 AXES = Operands(
     "batch query heads channel", "batch key heads channel", "batch key heads value", "batch heads query column",
-    "batch heads query column", "batch", "batch", "batch query", "batch key", "batch word",
+    "batch heads query column", "batch", "batch", "batch query", "batch key", "batch heads query range end", "batch word",
+    "batch heads page queries keys",
 )  # fmt: skip
 OUTPUT, STATISTIC = "batch query heads value", "batch heads query"
 CUT = ("batch", "heads", "query", "key")  # and what vmap adds
@@ -57,7 +58,11 @@ Pieces = list[int]  # of an axis: the number of that which each device has, of a
 def _names(part: Any) -> Iterator[str]:
     """The axes of each leaf of a job's arguments or results."""
     if isinstance(part, Operands):
-        yield from (names for names, a in zip(AXES, part, strict=True) if a is not None)
+        axes = AXES
+        lengths = zip((part.query, part.key), (-2, -1), strict=True)
+        if part.mask is not None and any(part.mask.shape[i] not in (1, a.shape[-3]) for a, i in lengths):
+            axes = AXES._replace(mask="batch heads rows columns")  # of blocks
+        yield from (names for names, a in zip(axes, part, strict=True) if a is not None)
     elif part is not None and any(isinstance(a, tuple | list) for a in part):
         for a in part:
             yield from _names(a)
@@ -81,7 +86,9 @@ def on_shards(job: Callable, problem: Problem, *args: Any, label: str) -> Any:
     out_tree, ins, outs = jax.tree.structure(results), _axes(args), _axes(results)
     query_heads, key_heads = args[0].query.shape[-2], args[0].key.shape[-2]
     lengths = {name: n for axes in ins for name, n in axes if n > 1} | {"heads": key_heads}
-    free = {name for name in lengths if name in CUT or name.startswith("lead")}
+    # what ranges and blocks say of the whole sequence holds for no part of it
+    whole = args[0].key_ranges is not None or problem.mask_block is not None
+    free = {name for name in lengths if name in CUT or name.startswith("lead")} - {*(SEQUENCE if whole else ())}
 
     @functools.partial(jax.jit, static_argnums=0)  # constants are its own: `custom_partitioning` takes none
     def on_one(problem: Problem, *args: Any) -> Any:

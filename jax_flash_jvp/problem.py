@@ -5,12 +5,14 @@ Everywhere below the public functions the logical layout is
 
     query [*, B, T, N, H]    key [*, B, S, K, H]    value [*, B, S, K, Hv]    output [*, B, T, N, Hv]
     bias, mask [*, 1|B, 1|K|N, 1|T, 1|S]    query_lengths, key_lengths [*, B]    log_sum_exp [*, B, N, T]
-    query_segments [*, B, T]    key_segments [*, B, S]    seed [*, B, 5]
+    query_segments [*, B, T]    key_segments [*, B, S]    key_ranges [*, 1|B, 1|K|N, T, R, 2]    seed [*, B, 5]
 
-where `*` stands for the leading axes that vmap adds, and K divides N (grouped-query attention).
+where `*` stands for the leading axes that vmap adds, and K divides N (grouped-query attention).  A mask of blocks, of
+`mask_block` queries and keys, has the axes ⌈T / b_q⌉ and ⌈S / b_k⌉ in the place of T and S.
 """
 
 import dataclasses
+import itertools
 import math
 import operator
 import warnings
@@ -43,8 +45,12 @@ class Operands(NamedTuple):
     key_lengths: Any = None
     query_segments: Any = None
     key_segments: Any = None
+    key_ranges: Any = None
     seed: Any = (
         None  # of dropout: two numbers, and the places of the first head, query and key among those of the whole call
+    )
+    mask_pages: Any = (
+        None  # [1|B, 1|N, P, b_q, b_k]: of a mask that says for each block its page, behind how many there are
     )
 
 
@@ -54,6 +60,7 @@ SELECTORS = {  # which users know by other names
     "key_lengths": "key_value_seq_lengths",
     "query_segments": "query_segment_ids",
     "key_segments": "key_value_segment_ids",
+    "key_ranges": "key_ranges",
 }
 
 
@@ -69,6 +76,7 @@ class Problem:
     dropout_rate: float = 0.0
     context: Context | None = None  # the devices that share the sequence; None: one device has it
     partial: bool = False  # the keys are some of those that queries see: results are float32, to be merged or summed
+    mask_block: tuple[int, int] | None = None  # queries and keys that an element of the mask stands for; None: one each
     precision: Precision = "ieee"
     implementation: Implementation | None = (
         None  # None: the kernels on a GPU where they serve the call, else the tiled reference
@@ -117,6 +125,25 @@ def _integer_of(n: Any) -> int:
     return operator.index(n)
 
 
+def mask_block_of(size: Any, mask: Any) -> tuple[int, int] | None:
+    """`Problem.mask_block` from `mask_block_size`: None, or a pair of numbers."""
+    if size is None:
+        return None
+    try:
+        b_q, b_k = map(_integer_of, size)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`mask_block_size` must be a pair of integers (queries, keys), or None: got {size!r}"
+        ) from None
+    if min(b_q, b_k) < 1:
+        raise ValueError(f"`mask_block_size` must be positive: got {(b_q, b_k)}")
+    if mask is None:
+        raise ValueError(
+            "`mask_block_size` says what an element of the mask stands for, but there is no mask: give one"
+        )
+    return b_q, b_k
+
+
 def lower_right_of(alignment: Any) -> bool:
     if not isinstance(alignment, str) or alignment not in ("upper_left", "lower_right"):
         raise ValueError(f"`causal_alignment` must be 'upper_left' or 'lower_right': got {alignment!r}")
@@ -156,7 +183,7 @@ def dropout_rate_of(name: str, value: float) -> float:
 # ------------------------------------------------------------------------------------------------ the arrays
 
 
-def check_operands(x: Operands, columns: int | None = None) -> None:
+def check_operands(x: Operands, columns: int | None = None, mask_block: tuple[int, int] | None = None) -> None:
     """Raise a ValueError or TypeError unless the (four-dimensional) arrays describe one attention call.  `columns`: of bias and
     mask, if there are more than keys here."""
     query, key, value = (shape_of(n, a) for n, a in zip(("query", "key", "value"), x[:3], strict=True))
@@ -180,9 +207,13 @@ def check_operands(x: Operands, columns: int | None = None) -> None:
             f"the number of heads of `query` must be a multiple of that of `key`: got {query[2]} and {key[2]}{hint}"
         )
     batch, queries, keys = query[0], query[1], key[1]
-    for name, array in (("bias", x.bias), ("mask", x.mask)):
-        if array is not None:
-            _check_broadcast(name, shape_of(name, array), (batch, query[2], queries, columns or keys), key[2])
+    scores = (batch, query[2], queries, columns or keys)
+    if x.bias is not None:
+        _check_broadcast("bias", shape_of("bias", x.bias), scores, key[2])
+    if x.mask is not None and mask_block is None:
+        _check_broadcast("mask", shape_of("mask", x.mask), scores, key[2])
+    elif x.mask is not None and mask_block is not None:
+        _check_blocks(shape_of("mask", x.mask), scores, key[2], mask_block)
     for field, shape, what in (
         ("query_lengths", (batch,), "one length a batch entry"),
         ("key_lengths", (batch,), "one length a batch entry"),
@@ -194,6 +225,17 @@ def check_operands(x: Operands, columns: int | None = None) -> None:
             raise ValueError(f"`{name}` must have shape {shape}, {what}: got {tuple(array.shape)}")
         if array is not None and not dtype_of(array).startswith(("int", "uint")):
             raise TypeError(f"`{name}` must be of integers: got {dtype_of(array)}; cast it")
+    if x.key_ranges is not None:
+        ranges = shape_of("key_ranges", x.key_ranges)
+        # no sets: torch.compile would make constants of lengths that it hashes
+        fits = len(ranges) == 5 and ranges[0] in (1, batch) and ranges[1] in (1, key[2], query[2])
+        if not fits or ranges[2] != queries or ranges[3] < 1 or ranges[4] != 2:
+            raise ValueError(
+                f"`key_ranges` must have shape (1 or {batch}, 1 or {key[2]} or {query[2]}, {queries}, R, 2), [start, end) of "
+                f"R ranges of keys for each query: got {ranges}"
+            )
+        if not dtype_of(x.key_ranges).startswith(("int", "uint")):
+            raise TypeError(f"`key_ranges` must be of integers: got {dtype_of(x.key_ranges)}; cast it")
     if (x.query_segments is None) != (x.key_segments is None):
         raise ValueError("`query_segment_ids` and `key_value_segment_ids` must be given together, or neither")
 
@@ -224,6 +266,48 @@ def _check_broadcast(name: str, shape: Sequence[int], scores: Sequence[int], key
         raise ValueError(
             f"`{name}` must broadcast to (batch, query heads, query length, key length) = {tuple(scores)}, or have the "
             f"{key_heads} heads of `key`: got {tuple(shape)}"
+        )
+
+
+def check_cu_seqlens(name: str, a: Any, of_queries: Any, tokens: int, numbers: Sequence[int] | None) -> None:
+    """Of packed sequences the edges, with their `numbers` where these are known, and those of the queries."""
+    shape = shape_of(name, a)
+    if len(shape) != 1 or not shape[0] or shape != shape_of(name, of_queries):
+        raise ValueError(
+            f"`{name}` must have shape [sequences + 1], as many for queries and keys: got {shape} and "
+            f"{tuple(of_queries.shape)}"
+        )
+    if not dtype_of(a).startswith(("int", "uint")):
+        raise TypeError(f"`{name}` must be of integers: got {dtype_of(a)}; cast it")
+    if numbers is None:
+        return
+    if numbers[0] < 0 or any(a > b for a, b in itertools.pairwise(numbers)):
+        raise ValueError(f"`{name}` must not decrease, from zero or more on: got {_few(numbers)}")
+    if numbers[-1] != tokens:
+        raise ValueError(
+            f"`{name}` must end at the number of tokens, {tokens}: got {_few(numbers)}; tokens of no sequence may be "
+            "one of their own, without tokens on the other side"
+        )
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return str(list(numbers)) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:4]))}, …, {numbers[-1]}]"
+
+
+def blocks_of(lengths: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
+    """Of queries and of keys."""
+    return tuple(-(-n // size) for n, size in zip(lengths, block, strict=True))
+
+
+def _check_blocks(shape: Sequence[int], scores: Sequence[int], key_heads: int, block: tuple[int, int]) -> None:
+    """Of a mask, for scores [B, N, T, S]."""
+    batch, heads, *lengths = scores
+    blocks = blocks_of(lengths, block)
+    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, key_heads, heads) and shape[2:] == blocks
+    if not fits:
+        raise ValueError(
+            f"`mask` must have shape (1 or {batch}, 1 or {key_heads} or {heads}, {blocks[0]}, {blocks[1]}), as many blocks of "
+            f"`mask_block_size`={block} as {lengths[0]} queries and {lengths[1]} keys have: got {tuple(shape)}"
         )
 
 

@@ -99,13 +99,18 @@ class Tiles:
         self.sums: dict[str, Arrays] = {"row": {}, "column": {}, "pair": {}}
         self.add("query", q=x.query)
         self.add("key", k=x.key, v=x.value)
-        self.add("scores", bias=x.bias, mask=x.mask)
+        self.add("scores", bias=x.bias, mask=x.mask if problem.mask_block is None else None)
         for name, lengths in (("query_lengths", x.query_lengths), ("key_lengths", x.key_lengths)):
             if lengths is not None:
                 self.arrays["shared"][name] = lengths[:, None, None, None, None]
         if x.query_segments is not None:
             self.arrays["row"]["query_segments"] = self.rows.split(x.query_segments[:, None, None, :, None], -2)
             self.arrays["column"]["key_segments"] = self.columns.split(x.key_segments[:, None, None, None, :], -1)
+        if x.key_ranges is not None:  # of each query the R starts, then the ends
+            a = self.by_head(x.key_ranges.mT)
+            self.arrays["row"]["key_ranges"] = self.rows.split(a.reshape(*a.shape[:4], -1), -2)
+        if x.mask is not None and problem.mask_block is not None:
+            self.arrays["shared"]["blocks"] = self.by_head(x.mask)
         if x.seed is not None:
             seed, other, *first = (lax.bitcast_convert_type(s, jnp.uint32)[:, None, None, None, None] for s in x.seed.T)
             heads = first[0] + np.arange(x.query.shape[2], dtype=np.uint32).reshape(1, *self.heads, 1, 1)
@@ -123,10 +128,14 @@ class Tiles:
                 self.arrays["column"][name] = self.columns.split(a.transpose(0, 2, 1, 3), -2)
             else:
                 by_row, by_column = a.shape[2] != 1, a.shape[3] != 1
-                heads = self.heads if a.shape[1] == self.x.query.shape[2] else (a.shape[1], 1)
-                a = a.reshape(a.shape[0], *heads, *a.shape[2:])
+                a = self.by_head(a)
                 a = self.columns.split(a, -1) if by_column else a
                 self.arrays[PLACES[by_row, by_column]][name] = self.rows.split(a, -2) if by_row else a
+
+    def by_head(self, a: Array) -> Array:
+        """[1|B, 1|K|N, …] as [1|B, 1|K, 1|G, …]"""
+        heads = self.heads if a.shape[1] == self.x.query.shape[2] else (a.shape[1], 1)
+        return a.reshape(a.shape[0], *heads, *a.shape[2:])
 
     def add_residuals(self, log_sum_exp: Array, tx: Operands, **row_scalars: Array | None) -> None:
         """File what a derivative needs: ℓ, the tangents, and other [B, N, T]."""
@@ -192,6 +201,15 @@ class Tiles:
             s = jnp.where(bias <= HIDES, -np.inf, s + bias)
         left, right = self.reach
         visible = [d["mask"]] if "mask" in d else []
+        if "blocks" in d:
+            queries, keys = self.problem.mask_block or (1, 1)
+            rows = d["blocks"].take(self.rows.positions(i) // queries, 3, mode="clip")
+            visible += [rows.take(self.columns.positions(j) // keys, 4, mode="clip")]
+        if "key_ranges" in d:
+            starts, ends = jnp.split(d["key_ranges"], 2, -1)
+            visible += [
+                ((starts[..., None, :] <= column[..., None]) & (column[..., None] < ends[..., None, :])).any(-1)
+            ]
         visible += [d["query_segments"] == d["key_segments"]] if "query_segments" in d else []
         visible += [column >= row - left] if left is not None else []
         visible += [column <= row + right] if right is not None else []

@@ -6,6 +6,7 @@ from torch_bridge.compare import compare_compiled
 from torch_bridge.context import context_parallel, reorder_zigzag, restore_zigzag
 from torch_bridge.flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from torch_bridge.patching import patch
+from torch_bridge.varlen import flash_attn_varlen_func
 
 __all__ = [
     "compare_compiled",
@@ -13,6 +14,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
     "patch",
     "reorder_zigzag",
     "restore_zigzag",

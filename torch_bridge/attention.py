@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack  # private
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import handle_torch_function, has_torch_function
 
 from jax_flash_jvp.context import Order, Strategy
@@ -20,15 +21,18 @@ from jax_flash_jvp.problem import (
     SELECTORS,
     Alignment,
     Operands,
+    blocks_of,
     check_operands,
     dropout_rate_of,
     lower_right_of,
+    mask_block_of,
     refuse_unknown,
     soft_cap_of,
     warn_if_none_visible,
     window_of,
 )
 from torch_bridge import rules
+from torch_bridge.block_mask import tensor_of
 from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor
 from torch_bridge.context import Call, Context, current, of_open
 from torch_bridge.operators import ops
@@ -62,6 +66,8 @@ class Options(TypedDict, total=False):
     key_value_seq_lengths: Tensor | None
     query_segment_ids: Tensor | None
     key_value_segment_ids: Tensor | None
+    key_ranges: Tensor | None
+    mask_block_size: tuple[int, int] | None
     logits_soft_cap: float | None
     sinks: Tensor | None
     context_group: "ProcessGroup | DeviceMesh | None"
@@ -74,7 +80,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     *,
@@ -86,7 +92,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     *,
@@ -98,7 +104,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     *,
@@ -109,7 +115,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0,  # torch.compile(dynamic=True) makes an input of 0.0, which torch.cond cannot be without
     is_causal: bool = False,
     *,
@@ -121,6 +127,8 @@ def scaled_dot_product_attention(
     key_value_seq_lengths: Tensor | None = None,
     query_segment_ids: Tensor | None = None,
     key_value_segment_ids: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    mask_block_size: tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     sinks: Tensor | None = None,
     context_group: "ProcessGroup | DeviceMesh | None" = None,
@@ -144,7 +152,8 @@ def scaled_dot_product_attention(
       value: [N…, H, S, Ev], likewise.  Leading axes broadcast.
       attn_mask: broadcasts to [N…, Hq, L, S].  Boolean: True where a query attends to a key.  Floating point: added to
         the scores, and differentiable; -1e5 or less hides the key, and where no sum is above -9e4, all keys may be hidden.
-        Or a :class:`torch.nn.attention.bias.CausalBias`.
+        Or a :class:`torch.nn.attention.bias.CausalBias`, or FlexAttention's
+        :class:`~torch.nn.attention.flex_attention.BlockMask`, whose `mask_mod` each call evaluates for partial blocks alone.
       dropout_p: the share of probabilities that are dropped, in [0, 1], by PyTorch's default generator; the others are
         divided by 1 - dropout_p.  Every derivative drops the same; but torch.func.linearize, which traces, draws anew
         whenever its result is called, as of PyTorch's own dropout.
@@ -160,6 +169,11 @@ def scaled_dot_product_attention(
         give zeros, such keys are hidden.
       query_segment_ids, key_value_segment_ids: integers [B, L] and [B, S]; a query attends to keys of its own segment.
         Those that int32 need not hold (int64, uint32, uint64) are sorted first.
+      key_ranges: integers [B, Hq, L, R, 2], or with H heads or one, and B or one: query i attends to the keys in any of the R
+        intervals [start, end), which may be empty, overlap or pass the ends.  R is small; :mod:`jax_flash_jvp.visibility` makes
+        them.  Tiles that nobody sees are not visited.
+      mask_block_size: (b_q, b_k); then an element of a boolean `attn_mask`, which broadcasts to [N…, Hq, ⌈L / b_q⌉, ⌈S / b_k⌉] in
+        all but its last two axes, stands for a block of so many queries and keys.  Tiles of hidden blocks are not visited.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before `attn_mask` (arXiv:2408.00118, section 2).
       sinks: [Hq]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
       context_group, context_strategy, context_order: who shares the sequences, and how, as :func:`context_parallel` says, whose
@@ -199,8 +213,8 @@ def scaled_dot_product_attention(
             scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment, local_window_size=local_window_size,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-            logits_soft_cap=logits_soft_cap, sinks=sinks, context_group=context_group, context_strategy=context_strategy,
-            context_order=context_order, return_lse=return_lse,
+            key_ranges=key_ranges, mask_block_size=mask_block_size, logits_soft_cap=logits_soft_cap, sinks=sinks,
+            context_group=context_group, context_strategy=context_strategy, context_order=context_order, return_lse=return_lse,
         )  # fmt: skip
     context = context_of_call(query, context_group, context_strategy, context_order)
     check_flag("is_causal", is_causal)
@@ -213,17 +227,20 @@ def scaled_dot_product_attention(
         check_tensor("key", key)
         is_causal, causal_alignment = True, alignment_of("attn_mask", attn_mask, query, key, causal_alignment, context)
         attn_mask = None
+    mask_block = mask_block_of(mask_block_size, attn_mask)
+    if isinstance(attn_mask, BlockMask):
+        attn_mask, mask_block = _of_block_mask(attn_mask, query, key, mask_block)
     options: tuple[str, ...] = ()
     plain = type(dropout_p) in (int, float) and not dropout_p and causal_alignment == "upper_left"
-    if not plain or local_window_size is not None or logits_soft_cap is not None:
-        options = options_of(dropout_p, causal_alignment, local_window_size, logits_soft_cap)
+    if not plain or local_window_size is not None or logits_soft_cap is not None or mask_block is not None:
+        options = options_of(dropout_p, causal_alignment, local_window_size, logits_soft_cap, mask_block)
         if local_window_size is not None and not torch.compiler.is_compiling():  # which may not warn
             warn_if_none_visible(window_of(local_window_size), bool(is_causal))
         if dropout_p == 1:
             check_tensor("value", value)
             value = value * 0
     selection: tuple[Tensor | None, ...]
-    selection = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
+    selection = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids, key_ranges
     if any(a is not None for a in selection):
         check_tensor("query", query)
         named = zip(SELECTORS.values(), selection, strict=True)
@@ -231,8 +248,9 @@ def scaled_dot_product_attention(
     else:
         selection = ()
     o, log_sum_exp = attend(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context, return_lse
-    )
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context, return_lse,
+        mask_block=mask_block,
+    )  # fmt: skip
     return (o, log_sum_exp) if return_lse else o
 
 
@@ -251,8 +269,22 @@ def context_of_call(query: Any, group: Any = None, strategy: Any = None, order: 
 
 
 def overriding(mask):
-    """A mask whose class may override a function: not a CausalBias, which would call PyTorch's kernels."""
-    return None if type(mask) is CausalBias else mask
+    """A mask whose class may override a function: not a CausalBias, which would call PyTorch's kernels, nor what is no tensor."""
+    return None if type(mask) in (CausalBias, BlockMask) else mask
+
+
+def _of_block_mask(mask: BlockMask, query: Tensor, key: Tensor, mask_block) -> tuple[Tensor, tuple[int, int]]:
+    if mask_block is not None:
+        raise ValueError(
+            "`mask_block_size` must not be given together with an `attn_mask` that is a BlockMask, which has its own"
+        )
+    check_tensor("query", query)
+    check_tensor("key", key)
+    if query.dim() != 4:
+        raise ValueError(
+            f"`query` must have four axes where `attn_mask` is a BlockMask: got shape {tuple(query.shape)}"
+        )
+    return tensor_of("attn_mask", mask, (*query.shape[:3], key.shape[-2]))
 
 
 # torch.jit.script cannot compile this package's function, but finds PyTorch's for it.  Private.
@@ -275,13 +307,13 @@ def alignment_of(
     return "lower_right"
 
 
-def options_of(dropout_p, alignment, window, soft_cap) -> tuple[str, ...]:
+def options_of(dropout_p, alignment, window, soft_cap, mask_block=None) -> tuple[str, ...]:
     """The words of `options`, of arguments that users gave."""
     check_number("dropout_p", dropout_p)
     if soft_cap is not None:
         check_number("logits_soft_cap", soft_cap)
     window, soft_cap = window_of(window), soft_cap_of(soft_cap)
-    return words_of(window, lower_right_of(alignment), soft_cap, dropout_rate_of("dropout_p", dropout_p))
+    return words_of(window, lower_right_of(alignment), soft_cap, dropout_rate_of("dropout_p", dropout_p), mask_block)
 
 
 def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -304,11 +336,17 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor, with_lse: bool) -
 
 def attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None,
-    context=OPEN, with_lse=False, mask_name="attn_mask",
+    context=OPEN, with_lse=False, mask_name="attn_mask", mask_block=None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """(o, ℓ); ℓ may be None unless it is asked for."""
     if context is OPEN:
         context = context_of_call(query)
+    if context is not None:
+        given = dict(zip(SELECTORS.values(), selection, strict=False)) | dict(mask_block_size=mask_block)
+        for name in ("key_ranges", "mask_block_size"):
+            if given.get(name) is not None:
+                raise ValueError(f"`{name}` does not go with a context: say it in segments, windows or a mask")
+        selection = selection[:-1]
     compiled = torch.compiler.is_compiling()
     if not compiled and not _Said.sdpa_kernel and logger.isEnabledFor(logging.DEBUG):
         _say_sdpa_kernel()
@@ -330,18 +368,23 @@ def attend(
     rows = x[0].shape[:-1]
     if mask is not None:
         # what is saved for a backward must not be; a compiler refuses to ask
-        if not compiled and mask.dtype == torch.bool and mask.is_inference() and not torch.is_inference_mode_enabled():
+        if (
+            not compiled
+            and not mask.is_floating_point()
+            and mask.is_inference()
+            and not torch.is_inference_mode_enabled()
+        ):
             mask = mask.clone()
         keys = x[1].shape[-2]
         if context is not None:
             keys = context.columns_of(mask_name, mask, rows[-1], keys)
-        mask = _four_dimensional(mask_name, mask, (*rows, keys))
+        mask = _four_dimensional(mask_name, mask, (*rows, keys), mask_block)
     q, k, v = x if whole else (a.reshape(math.prod(a.shape[:-3]), *((1, 1, *a.shape)[-3:])) for a in x)
     check_shapes(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     if selection:
         described = (Described(a.shape[::2] + a.shape[1::2], a.dtype) for a in (q, k, v))
         named = dict(
-            zip(("query", "key", "value"), described, strict=True), **dict(zip(SELECTORS, selection, strict=True))
+            zip(("query", "key", "value"), described, strict=True), **dict(zip(SELECTORS, selection, strict=False))
         )
         if context is not None:
             context.check_segments(selection[2:], (q.shape[2], k.shape[2]))
@@ -413,8 +456,20 @@ def _broadcast(x, enable_gqa: bool):
     return [a.expand(*lead, *a.shape[-tail:]) for a in x]
 
 
-def _four_dimensional(name: str, mask: Tensor, scores) -> Tensor:
+def _four_dimensional(name: str, mask: Tensor, scores, block: tuple[int, int] | None = None) -> Tensor:
     """[1|B, 1|N, 1|T, 1|S]: axes of length one stay, so that a bias is not spread over the batch."""
+    if mask.dtype == torch.int32 and block is not None:  # a BlockMask
+        return mask
+    if block is not None:
+        if mask.dtype != torch.bool:
+            raise TypeError(f"`{name}` must be boolean where `mask_block_size` is given: got {mask.dtype}")
+        blocks = blocks_of(scores[-2:], block)
+        if tuple(mask.shape[-2:]) != blocks:
+            raise ValueError(
+                f"`{name}` must have {blocks[0]} rows and {blocks[1]} columns, as many blocks of `mask_block_size`={block} as "
+                f"{scores[-2]} queries and {scores[-1]} keys have: got shape {tuple(mask.shape)}"
+            )
+        scores = (*scores[:-2], *blocks)
     if mask.dtype not in (torch.bool, *FLOATS):
         raise TypeError(f"`{name}` must be boolean or one of {', '.join(DTYPES)}: got {mask.dtype}; cast it")
     shape = (1,) * (len(scores) - mask.dim()) + tuple(mask.shape)

@@ -106,7 +106,7 @@ def flash_attn_func(
     if softcap < 0:
         raise ValueError(f"`softcap` must be positive, or 0 for none: got {softcap}")
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-    window = _window(window_size)
+    window = window_from(window_size)
     options: tuple[str, ...] = ()
     alignment = causal_alignment or ("lower_right" if bias is None else "upper_left")
     if isinstance(bias, CausalBias):
@@ -210,7 +210,7 @@ def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
     return packed.unbind(2)
 
 
-def _window(size: Any) -> tuple[int | None, int | None] | None:
+def window_from(size: Any) -> tuple[int | None, int | None] | None:
     """`local_window_size` of a `window_size`."""
     try:
         left, right = (operator.index(n) for n in size)

@@ -17,6 +17,7 @@ from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import Launch, Output, Rows
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, unserved
 from torch_bridge import plans
+from torch_bridge.block_mask import booleans, pages_of
 from torch_bridge.options import SELECTED
 from torch_bridge.reference import Case
 from torch_bridge.signatures import gives_gradients, wants_bias
@@ -196,12 +197,16 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
     pairs = [_alike(launcher, a, t) for a, t in zip(rows, t_rows, strict=True)]
     # a gradient that is wanted has the whole shape of the mask
     whole = gives_gradients(name) and wants_bias(name, want)
-    mask, t_mask = (mask, t_mask) if whole else _unexpanded(mask, t_mask)
+    mask, t_mask = (mask, t_mask) if whole else _unexpanded(mask, t_mask, 4 if problem.mask_block is None else 2)
     t_x = Operands(*(t for _, t in pairs), None if t_mask is None else launcher.contiguous(t_mask))
-    boolean = mask is not None and mask.dtype == torch.bool
-    x = Operands(
-        *(a for a, _ in pairs), **{"mask" if boolean else "bias": None if mask is None else launcher.contiguous(mask)}
-    )
+    x = Operands(*(a for a, _ in pairs))
+    if mask is not None and mask.is_floating_point():
+        x = x._replace(bias=launcher.contiguous(mask))
+    elif mask is not None and mask.dtype == torch.bool:
+        x = x._replace(mask=launcher.contiguous(mask))
+    elif mask is not None:
+        table, pages = map(launcher.contiguous, pages_of(mask, problem.mask_block, (x.query.shape[1], x.key.shape[1])))
+        x = x._replace(mask=table, mask_pages=booleans(pages, problem.mask_block))
     selected = {
         name: launcher.contiguous(a)
         for name, a in case.selection._asdict().items()
@@ -234,11 +239,11 @@ def _gradients(d: Operands) -> list[torch.Tensor | None]:
     return [*(None if a is None else _by_head(a) for a in (d.query, d.key, d.value)), d.bias]
 
 
-def _unexpanded(mask, t_mask):
-    """Without the axes along which both only repeat themselves."""
+def _unexpanded(mask, t_mask, axes):
+    """Without those of the first axes along which both only repeat themselves."""
     if mask is None:
         return None, None
-    same = [mask.stride(i) == 0 and (t_mask is None or t_mask.stride(i) == 0) for i in range(4)]
+    same = [mask.stride(i) == 0 and (t_mask is None or t_mask.stride(i) == 0) for i in range(axes)]
     return (a if a is None else a[tuple(slice(1 if s else None) for s in same)] for a in (mask, t_mask))
 
 

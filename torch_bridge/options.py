@@ -1,12 +1,14 @@
 """What an operator is told besides its tensors: an `options` string, and a selection, one tensor of integers.
 
-Operators take no records, so that options are words: left=N, right=N, lower_right, soft_cap=C, dropout=RATE, the names of what
-counts in the selection, ring=GROUP where tensors are parts of a sequence (`ring.py`), partial of the pairs of these, and code=…,
-which says nothing to them: PyTorch keeps compiled programs on disk, gradients included, by the names and arguments of their
-operators, and would use those of another version of this package.
+Operators take no records, so that options are words: left=N, right=N, lower_right, soft_cap=C, dropout=RATE,
+mask_block=QUERIESxKEYS, the names of what counts in the selection (key_ranges=HEADSxRANGES), ring=GROUP where tensors are parts
+of a sequence (`ring.py`), partial of the pairs of these, and code=…, which says nothing to them: PyTorch keeps compiled programs
+on disk, gradients included, by the names and arguments of their operators, and would use those of another version of this
+package.
 
-A selection is int32 [B, 7 + T + S]: the lengths of queries and keys, a seed of two numbers and three places, see `problem.py`,
-and the segments of queries and keys.  In a ring, lengths are of the whole sequence, and places, of queries and keys, zero.
+A selection is int32 [B, 7 + T + S + 2 H T R]: the lengths of queries and keys, a seed of two numbers and three places, see
+`problem.py`, the segments of queries and keys, and, where there are any, the ranges of keys.  In a ring, lengths are of the whole
+sequence, and places, of queries and keys, zero.
 """
 
 import functools
@@ -38,13 +40,18 @@ CODE = f"code={zlib.crc32(b''.join(p.read_bytes() for p in sorted(pathlib.Path(_
 
 
 def words_of(
-    window: tuple[int | None, int | None] | None, lower_right: bool, soft_cap: float | None, dropout_rate: float
+    window: tuple[int | None, int | None] | None,
+    lower_right: bool,
+    soft_cap: float | None,
+    dropout_rate: float,
+    mask_block: tuple[int, int] | None = None,
 ) -> tuple[str, ...]:
     left, right = window or (None, None)
     words = [f"left={left}"] if left is not None else []
     words += [f"right={right}"] if right is not None else []
     words += ["lower_right"] if lower_right else []
     words += [f"soft_cap={soft_cap!r}"] if soft_cap is not None else []
+    words += [f"mask_block={mask_block[0]}x{mask_block[1]}"] if mask_block is not None else []
     words += [f"dropout={dropout_rate!r}"] if 0 < dropout_rate < 1 else []
     return tuple(words)
 
@@ -58,14 +65,15 @@ def select(
     selected: Sequence[Tensor | None], options: tuple[str, ...], q: Tensor, k: Tensor, seed: Tensor | None = None,
     place: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[Tensor | None, str]:  # fmt: skip
-    """The selection and the options of an operator, of these words.  `selected`: what SELECTORS name, or nothing; of a part of a
+    """The selection and the options of an operator, of these words.  `selected`: what the first of SELECTORS name; of a part of a
     call, `seed` is that of the call, and `place` where its first head, query and key are."""
     if not options and not selected:
         return None, ""
     dropout = drops(options)
     if not dropout and not selected:
         return None, " ".join(options)
-    query_lengths, key_lengths, query_segments, key_segments = given = selected or (None,) * len(SELECTORS)
+    given = (*selected, *(None,) * (len(SELECTORS) - len(selected)))
+    query_lengths, key_lengths, query_segments, key_segments, key_ranges = given
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
     new = lambda *shape: torch.zeros((batch, *shape), dtype=torch.int32, device=q.device)  # plain, whatever q is
     lengths = [new() if a is None else _length(a) for a in (query_lengths, key_lengths)]
@@ -76,6 +84,10 @@ def select(
     else:
         segments = narrowed(query_segments, key_segments)
     names = [name for name, a in zip(SELECTORS, given, strict=True) if a is not None]
+    if key_ranges is not None:
+        _, heads, _, count, _ = key_ranges.shape
+        names[-1] += f"={heads}x{count}"
+        segments.append(_length(key_ranges).flatten(1).expand(batch, -1))
     return torch.cat([torch.stack(lengths, 1), seed, places, *segments], 1), " ".join(
         (*options, *names, *["seed"] * dropout)
     )
@@ -124,9 +136,23 @@ def parsed(
         soft_cap=float(words["soft_cap"]) if "soft_cap" in words else None,
         dropout_rate=float(words.get("dropout", 0)),
         partial="partial" in words,
+        mask_block=_pair(words, "mask_block"),
         precision=precision,
     )
     return problem, frozenset(words) & {*SELECTED}
+
+
+def _pair(words: dict[str, str], name: str) -> tuple[int, int] | None:
+    if name not in words:
+        return None
+    first, second = map(int, words[name].split("x"))
+    return first, second
+
+
+@functools.lru_cache(maxsize=1024)
+def _ranges(options: str) -> tuple[int, int]:
+    """For how many heads a selection holds how many ranges."""
+    return _pair(dict(word.partition("=")[::2] for word in options.split()), "key_ranges") or (0, 0)
 
 
 _problem = functools.lru_cache(maxsize=1024)(parsed)
@@ -151,10 +177,13 @@ def case_of(q: Tensor, k: Tensor, selection: Tensor | None, is_causal: bool, sca
         raise RuntimeError(THIRD)
     x = Operands(q, k, None)
     if selection is not None:
-        query_segments, key_segments = selection[:, SEGMENTS:].split([q.shape[2], k.shape[2]], 1)
+        heads, count = _ranges(options)
+        sizes = [q.shape[2], k.shape[2], 2 * heads * q.shape[2] * count]
+        query_segments, key_segments, key_ranges = selection[:, SEGMENTS:].split(sizes, 1)
         held = dict(
             query_lengths=selection[:, QUERY_LENGTHS], key_lengths=selection[:, KEY_LENGTHS], query_segments=query_segments,
-            key_segments=key_segments, seed=selection[:, SEED:SEGMENTS],
+            key_segments=key_segments, key_ranges=key_ranges.unflatten(1, (heads, q.shape[2], count, 2)),
+            seed=selection[:, SEED:SEGMENTS],
         )  # fmt: skip
         x = x._replace(**{name: held[name] for name in SELECTED if name in names})
     return Case(problem, x)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from jax_flash_jvp.problem import HIDES, Operands, Problem
+from torch_bridge.block_mask import booleans, pages_of
 
 # Scores in a block, at most, unless that were fewer than 16 queries.  CPUs keep so many in their caches.
 BLOCK, ON_CPU = 2**22, 2**20
@@ -73,13 +74,17 @@ INPUTS = (*GRADIENTS, *COTANGENTS, *GRADIENTS)
 OF_PART = (*GRADIENTS, *COTANGENTS, *OUTPUTS)
 
 
-def _has_rows(name, mask):
+def _has_rows(case, name, mask):
     """Has it a row for each query?"""
-    return (mask is not None and mask.shape[2] != 1) if name in OF_SCORES else name not in OF_KEYS
+    if name in OF_SCORES:
+        return mask is not None and mask.shape[2] != 1 and case.problem.mask_block is None
+    return name not in OF_KEYS
 
 
-def _keys_axis(name, mask):
+def _keys_axis(case, name, mask):
     """The axis along which it has an element for each key, or None."""
+    if name in OF_SCORES and case.problem.mask_block is not None:
+        return None
     if name in OF_SCORES:
         return 3 if mask is not None and mask.shape[3] != 1 else None
     return 2 if name in OF_KEYS else None
@@ -103,19 +108,19 @@ def _sweep(f, case, inputs, names, likes, given=INPUTS):
     queries, keys = q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     pairs = zip(given, inputs, strict=True)
-    wide = [a if a is None or a.dtype == torch.bool else _cut(case, name, a.to(dtype)) for name, a in pairs]
+    wide = [a if a is None or not a.is_floating_point() else _cut(case, name, a.to(dtype)) for name, a in pairs]
     size = max(16, (ON_CPU if q.device.type == "cpu" else BLOCK) // max(1, q.shape[0] * q.shape[1] * keys))
     results = [[] for _ in likes]
     for first in range(0, max(1, queries), size):
         begin, end = _seen(case.problem.reach(queries, keys), first, min(first + size, queries), keys)
         block = []
         for name, a in zip(given, wide, strict=True):
-            rows = a if a is None or not _has_rows(name, mask) else a[:, :, first : first + size]
-            block.append(rows if rows is None else _narrow(rows, _keys_axis(name, mask), begin, end))
+            rows = a if a is None or not _has_rows(case, name, mask) else a[:, :, first : first + size]
+            block.append(rows if rows is None else _narrow(rows, _keys_axis(case, name, mask), begin, end))
         values = f(case, (first, queries, begin, keys), *block)
         for result, value, name in zip(results, values, names, strict=True):
-            value = _widen(value, _keys_axis(name, mask), begin, keys)
-            more = _has_rows(name, mask) or not result or value is None
+            value = _widen(value, _keys_axis(case, name, mask), begin, keys)
+            more = _has_rows(case, name, mask) or not result or value is None
             result[:] = [*result, value] if more else [result[0] + value]
     joined = [None if r[0] is None else torch.cat(r, 2) if len(r) > 1 else r[0] for r in results]
     return [a if a is None or like is None else a.to(like.dtype) for a, like in zip(joined, likes, strict=True)]
@@ -146,9 +151,11 @@ def _scores(case, at, q, k, mask):
     if problem.soft_cap is not None:
         u = torch.tanh(s / problem.soft_cap)
         s = problem.soft_cap * u
+    first, queries, begin, keys = at
+    if mask is not None and problem.mask_block is not None:
+        mask = _of_elements(mask, problem.mask_block, at, s.shape[2:])
     if mask is not None:
         s = (s if mask.dtype == torch.bool else s + mask).masked_fill(_hides(mask), -torch.inf)
-    first, queries, begin, keys = at
     i, j = (torch.arange(n, device=s.device) for n in s.shape[-2:])
     i, j = first + i[:, None], begin + j
     left, right = problem.reach(queries, keys)
@@ -159,9 +166,33 @@ def _scores(case, at, q, k, mask):
     if x.query_segments is not None:
         of_rows = x.query_segments[:, None, first : first + s.shape[2], None]
         hidden += [of_rows != x.key_segments[:, None, None, begin : begin + s.shape[3]]]
+    if x.key_ranges is not None:
+        hidden += [~_in_ranges(x.key_ranges[:, :, first : first + s.shape[2]], j, s)]
     for h in hidden:
         s = s.masked_fill(h, -torch.inf)
     return s, u
+
+
+def _of_elements(mask, block, at, sizes):
+    """Of a mask of blocks what stands for so many queries and keys."""
+    first, queries, begin, keys = at
+    i, j = (torch.arange(n, n + size, device=mask.device) for n, size in zip((first, begin), sizes, strict=True))
+    (b_q, b_k), i = block, i[:, None]
+    if mask.dtype == torch.bool:
+        return mask[:, :, i // b_q, j // b_k]
+    table, pages = pages_of(mask, block, (queries, keys))
+    numbers = table[:, :, 0, 1:].unflatten(2, (-1, -(-keys // b_k)))[:, :, i // b_q, j // b_k].long()
+    b, h = (torch.arange(n, device=mask.device) for n in mask.shape[:2])
+    return booleans(pages.contiguous(), block)[b[:, None, None, None], h[:, None, None], numbers, i % b_q, j % b_k]
+
+
+def _in_ranges(ranges, j, s):
+    """[B, N, T, S], of the ranges [B, 1|K|N, T, R, 2] of these queries and of keys j."""
+    inside = j.new_zeros((), dtype=torch.bool)
+    for start, end in (r.split(1, -1) for r in ranges.unbind(3)):
+        inside = inside | ((start <= j) & (j < end))
+    heads = inside.shape[1]
+    return inside if heads in (1, s.shape[1]) else inside.repeat_interleave(s.shape[1] // heads, 1)
 
 
 def _hides(mask):

@@ -33,14 +33,28 @@ def report(
     quality = {name: judge(cut_mosaics(images, config.mosaic)) for name, images in samples.items()}
     quality[HELD_OUT] = judge(held_out)
 
-    output = Path(config.output)
     held_out_mosaics = training_batch(held_out, max(100, 1000 // config.mosaic**2), config.mosaic, seed=0, step=0)
     each = 10 if config.mosaic == 1 else 1
     panels = {
         f"{name}: class agreement {quality[name]['class_agreement']:.1%}": _first_of_each_class(images, each)
         for name, images in {**samples, HELD_OUT: held_out_mosaics}.items()
     }
-    plots.sample_grid(output / "samples.png", f"{title} samples", panels, columns=10 if each == 10 else 5)
+    write(config, title, quality, panels, 10 if each == 10 else 5, history, curves, **facts)
+
+
+def write(
+    config: TrainingConfig,
+    title: str,
+    quality: Mapping[str, Mapping[str, float]],
+    panels: Mapping[str, np.ndarray],
+    columns: int,
+    history: Sequence[Mapping[str, float]],
+    curves: Mapping[str, str],
+    **facts: Any,
+) -> None:
+    """Draws the panels, so many images in a row, and the `curves` of the history, and prints the figures."""
+    output = Path(config.output)
+    plots.sample_grid(output / "samples.png", f"{title} samples", panels, columns)
     plots.curves(output / "curves.png", f"{title} training", history, curves)
 
     loss = float(np.mean([entry["loss"] for entry in history[-100:]]))

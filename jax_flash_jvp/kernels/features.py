@@ -38,7 +38,12 @@ class Features:
     keys_aligned: bool = False
     bias: Axes = Axes()
     mask: Axes = Axes()
-    tiles: Axes = Axes()  # the lists of tiles to visit, where there is a mask or there are segments
+    mask_rows: int = 1  # queries for which a row of the mask stands, see `Problem.mask_block`
+    mask_columns: int = 1  # keys for which a column does
+    mask_pages: bool = False  # blocks name pages of bits, one for each of their elements
+    ranges: Axes = Axes()  # of keys, for each query
+    intervals: int = 0  # in these
+    tiles: Axes = Axes()  # the lists of tiles to visit, where there are masks, segments or ranges
     row_means: bool = False  # each row of scores has a mean key of its own, else each head of keys
 
     # of the Hopper kernels alone
@@ -56,7 +61,13 @@ class Features:
     @property
     def sees_all(self) -> bool:
         """Does every query see every key, within the lengths, and no others?"""
-        return not (self.partial or self.left or self.right or self.segments or self.mask.present or self.bias.columns)
+        hidden = self.left or self.right or self.segments or self.ranges.present or self.mask.present
+        return not (self.partial or hidden or self.bias.columns)
+
+    @property
+    def later_longer(self) -> bool:
+        """Do later queries see more keys?  Under causality, and in most of what ranges are for."""
+        return self.right or self.ranges.present
 
     @property
     def lengths(self) -> bool:

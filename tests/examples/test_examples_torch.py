@@ -50,6 +50,9 @@ SCRIPTS = {
     "meanflow_torch-bfloat16": dict(dtype="bfloat16"),
     "scm_torch": dict(diffusion_steps=2, warmup_steps=0, tangent_warmup_steps=0),
     "scm_jax": dict(diffusion_steps=2, warmup_steps=0, tangent_warmup_steps=0),
+    "teacher_forcing_torch": {},
+    "teacher_forcing_torch-naive": dict(attention="naive"),
+    "teacher_forcing_jax": {},
 }
 
 
@@ -58,7 +61,9 @@ def test_script_runs_and_resumes(case, tmp_path, monkeypatch):
     script, options = case.split("-")[0], SCRIPTS[case]
     whole = run(script, tmp_path / "whole", monkeypatch, **options)
     assert whole["steps"] == 4
-    assert set(whole["quality"]) == {"1 step", "2 steps", "4 steps", "held-out digits"}
+    films = script.startswith("teacher")
+    drawn = {"1 step a frame", "2 steps a frame"} if films else {"1 step", "2 steps", "4 steps"}
+    assert set(whole["quality"]) == drawn | {"held-out digits"}
     assert all(np.isfinite(figure) for figures in whole["quality"].values() for figure in figures.values())
     for picture in ("samples.png", "curves.png"):
         assert (tmp_path / "whole" / picture).read_bytes().startswith(b"\x89PNG")
@@ -215,3 +220,37 @@ def to_torch(state: nnx.State) -> dict[str, torch.Tensor]:
         parts = [result.pop(name.replace("query", part)) for part in ("query", "key", "value")]
         result[name.replace("attention.query", "query_key_value")] = torch.cat(parts)
     return result
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_a_frame_sees_the_clean_ones_before_it(framework, monkeypatch):
+    """And itself, not the others, in either framework: what they hold changes nothing."""
+    from consistency.config import TrainingConfig
+
+    config = TrainingConfig(width=16, heads=2, depth=2)
+    rng, times, labels = np.random.default_rng(0), np.full((2, 3), 0.5, np.float32), np.array([3, 7], np.int32)
+    clean, noisy = rng.standard_normal((2, 2, 3, 8, 8, 1), np.float32)
+    if framework == "jax":
+        from consistency.models_jax import FrameTransformer
+
+        network = FrameTransformer(config, 3, 1, nnx.Rngs(0))
+        weights = nnx.state(network, nnx.Param)
+        moved = jax.tree.map(
+            lambda a: a + 0.1 * rng.standard_normal(a.shape, np.float32), weights
+        )  # some begin at zero
+        nnx.update(network, moved)
+        compute = lambda clean, noisy: np.asarray(network(clean, noisy, (times,), labels))
+    else:
+        from consistency.models_torch import FrameTransformer
+
+        network = FrameTransformer(config, 3, 1)
+        for p in network.parameters():
+            torch.nn.init.normal_(p, std=0.3)
+        tensor = torch.from_numpy
+        compute = lambda *x: network(*map(tensor, x), (tensor(times),), tensor(labels)).detach().numpy()
+    before = compute(clean, noisy)
+    for which, frames in ((0, 0), (0, 1), (0, 2), (1, 1)):
+        changed = [clean.copy(), noisy.copy()]
+        changed[which][:, frames] += 1
+        differs = np.abs(compute(*changed) - before).max((0, 2, 3, 4)) > 1e-5
+        assert differs.tolist() == [i > frames if which == 0 else i == frames for i in range(3)]

@@ -38,6 +38,8 @@ def attention(
     causal_alignment: str = "upper_left",
     query_segment_ids: Any = None,
     key_value_segment_ids: Any = None,
+    key_ranges: Any = None,
+    mask_block_size: tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     sinks: Any = None,
     kept: Any = None,  # [B, N, T, S]: what dropout multiplies the probabilities by
@@ -47,6 +49,13 @@ def attention(
     """Four-dimensional arrays, as in `jax_flash_jvp.dot_product_attention`; softmax in at least float32."""
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     group = query.shape[2] // key.shape[2]
+    if mask_block_size is not None:
+        for axis, (size, n) in enumerate(zip(mask_block_size, (query.shape[1], key.shape[1]), strict=True)):
+            mask = jnp.repeat(mask, size, 2 + axis).take(np.arange(n), 2 + axis)
+    if key_ranges is not None:
+        j = jnp.arange(key.shape[1])
+        in_ranges = ((key_ranges[..., 0, None] <= j) & (j < key_ranges[..., 1, None])).any(-2)
+        in_ranges = _for_each_head(in_ranges, query, key)
     bias, mask = (a if a is None else _for_each_head(a, query, key) for a in (bias, mask))
     key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=dtype)
@@ -62,6 +71,8 @@ def attention(
     visible = scores > -jnp.inf  # a bias may hide keys, too
     if mask is not None:
         visible &= mask
+    if key_ranges is not None:
+        visible &= in_ranges
     if query_segment_ids is not None:
         visible &= query_segment_ids[:, None, :, None] == key_value_segment_ids[:, None, None, :]
     if is_causal:

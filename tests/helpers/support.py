@@ -12,6 +12,8 @@ FEATURES = {  # by what the names of the cases start with
     "query": "sequence lengths",
     "lengths": "sequence lengths",
     "segments": "segment ids",
+    "ranges": "ranges of keys",
+    "blocks": "masks of blocks",
     "window": "sliding window",
     "long": "sliding window",
     "lower": "causal from the lower right corner",

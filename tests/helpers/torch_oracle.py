@@ -34,6 +34,8 @@ def naive(
     key_value_seq_lengths=None,
     query_segment_ids=None,
     key_value_segment_ids=None,
+    key_ranges=None,
+    mask_block_size=None,
     logits_soft_cap=None,
     sinks=None,
     return_lse=False,
@@ -54,6 +56,13 @@ def naive(
         hidden = hidden | (j >= key_value_seq_lengths[:, None, None, None])
     if query_segment_ids is not None:
         hidden = hidden | (query_segment_ids[:, None, :, None] != key_value_segment_ids[:, None, None])
+    if key_ranges is not None:
+        inside = ((key_ranges[..., :1] <= j) & (j < key_ranges[..., 1:])).any(-2)
+        heads = 1 if inside.shape[1] == 1 else s.shape[1] // inside.shape[1]
+        hidden = hidden | ~inside.repeat_interleave(heads, 1)
+    if mask_block_size is not None:
+        for axis, (size, n) in enumerate(zip(mask_block_size, s.shape[-2:], strict=True), -2):
+            attn_mask = attn_mask.repeat_interleave(size, axis).narrow(axis, 0, n)
     if causal_alignment == "lower_right":
         i = i + s.shape[-1] - s.shape[-2]
     left, right = local_window_size

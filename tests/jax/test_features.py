@@ -36,6 +36,14 @@ def make_cases(m: int) -> dict[str, dict]:
     sparse[:, 0, :, : 16 * m] = False
     blocks = np.repeat(np.repeat([[[[True, False, True], [True, True, False]]]], 9 * m, 2), 16 * m, 3)
     blocks[..., : 16 * m : 4] = False  # something is seen of every word, and of none the whole
+    edges = (
+        np.random.default_rng(3).integers(-3 * m, S + 3 * m, (B, N, T, 2, 2)).astype(np.int32)
+    )  # also empty, and past the ends
+    edges[:, :, 5 * m : 9 * m] = [[[[[0, 0], [7 * m, 2 * m]]]]]  # rows that see nothing
+    near = np.stack([np.arange(T) // (4 * m) * (4 * m), np.arange(T) + 17 * m], -1)[None, None, :, None].astype(
+        np.int32
+    )
+    few = np.random.default_rng(4).random((B, N, -(-T // (4 * m)), -(-S // (8 * m)))) < 0.3
     bias = lambda *axes, **of: dict(bias=oracle.normal(9, *axes), **of)
     both = lambda a, b: dict(query_segment_ids=a, key_value_segment_ids=b)
     cases = {
@@ -57,6 +65,17 @@ def make_cases(m: int) -> dict[str, dict]:
         ),
         "segments": dict(shape=by_batch, **both(*segments)),
         "segments-causal": dict(shape=by_batch, **both(*segments), is_causal=True),
+        "ranges": dict(key_ranges=near),
+        "ranges-two": dict(shape=both_axes, key_ranges=edges),
+        "ranges-by-batch": dict(shape=by_batch, key_ranges=edges[:, :1], key_value_seq_lengths=lengths(18 * m, S)),
+        "ranges-causal": dict(key_ranges=near, is_causal=True, **bias(1, 1, T, S)),
+        "ranges-segments": dict(shape=by_batch, key_ranges=near, **both(*segments)),
+        "blocks": dict(shape=both_axes, mask=few, mask_block_size=(4 * m, 8 * m)),
+        "blocks-alone": dict(mask=np.ones((1, 1, 1, 2), bool) & [True, False], mask_block_size=(40 * m, 20 * m)),
+        "blocks-causal": dict(
+            shape=by_batch, mask=few[:, :1], mask_block_size=(4 * m, 8 * m), is_causal=True, key_ranges=near,
+            query_seq_lengths=lengths(19 * m, 7 * m), **bias(1, 1, T, 1),
+        ),
         "window": dict(local_window_size=(5 * m, 3 * m)),
         "window-left": dict(local_window_size=(6 * m, None)),
         "window-right": dict(local_window_size=(None, 2)),
@@ -74,6 +93,11 @@ def make_cases(m: int) -> dict[str, dict]:
         "grouped-bias-of-all-heads": dict(shape=(1, 9, 18, 4, 2), dropout_rate=0.3, **bias(1, 4, 1, 18)),
         "grouped-mask": dict(shape=(2, 9, 18, 4, 2), mask=sparse[:, :, :9, :18], logits_soft_cap=1.0),
         "grouped-mask-uneven": dict(shape=(2, 19 * m - 1, 35 * m - 3, 4, 2), mask=sparse[:, :, :-1, :-3]),
+        "grouped-ranges": dict(shape=(2, 19 * m, 35 * m, 4, 2), key_ranges=edges),
+        "grouped-ranges-of-all-heads": dict(
+            shape=(1, 19 * m, 35 * m, 4, 2), key_ranges=np.concatenate([edges, near + 0 * edges], 1)[:1], mask=few[:1],
+            mask_block_size=(4 * m, 8 * m),
+        ),
         "grouped-segments": dict(shape=(2, 9, 18, 4, 1), **both(segments[0][:, :9], segments[1][:, :18])),
         "long-window": dict(
             shape=(1, 70 * m, 90 * m, 1, 1), local_window_size=(40 * m, 9), causal_alignment="lower_right"
@@ -95,7 +119,7 @@ CASES = make_cases(1)  # in tiles of 16, the last ragged
 large = functools.cache(lambda: make_cases(16))
 SERVED_BY_HOPPER = {
     "shape", "is_causal", "causal_alignment", "local_window_size", "query_seq_lengths", "key_value_seq_lengths", "mask",
-    "query_segment_ids", "key_value_segment_ids",
+    "query_segment_ids", "key_value_segment_ids", "key_ranges", "mask_block_size",
 }  # fmt: skip
 COLUMNS = {"interpret": "kernels interpreted", "xla": "tiled reference"}
 SEED = jax.random.key_data(jax.random.key(5))
@@ -236,7 +260,9 @@ def test_windows_wider_than_integers(implementation, window):
 
 SLOW = {  # what others show as well
     "bias-by-query", "bias-by-head", "bias-by-batch-and-key", "bias-hides", "mask-by-key", "mask-by-batch", "key-lengths",
-    "query-lengths", "segments-causal", "window-left", "window-right", "window-wide", "soft-cap", "sinks-without-keys",
+    "query-lengths", "segments-causal", "ranges", "ranges-by-batch", "ranges-segments", "blocks",
+    "blocks-alone", "grouped-ranges",
+    "window-left", "window-right", "window-wide", "soft-cap", "sinks-without-keys",
     "dropout", "grouped-bias", "grouped-mask-uneven", "grouped-segments",
 }  # fmt: skip
 
@@ -291,9 +317,9 @@ def test_masks_are_packed(T, S, word, by_key):
 
 
 @triton.jit
-def look_up(MASK, first, n_rows, n_columns, OUT, R: tl.constexpr, C: tl.constexpr):
+def look_up(MASK, first, n_rows, n_columns, OUT, R: tl.constexpr, C: tl.constexpr, FEATURES: tl.constexpr):
     o_r, o_c = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
-    b_seen = visibility.bits(MASK, o_r, first + o_c, first, n_rows, n_columns)
+    b_seen = visibility.bits(MASK, MASK, o_r, first + o_c, first, n_rows, n_columns, False, FEATURES)
     tl.store(OUT + o_r * C + o_c, b_seen.to(tl.int8))
 
 
@@ -306,7 +332,7 @@ def test_bits_are_looked_up(C, S):
     bits = np.concatenate([bits, np.full_like(bits[:1], -1)])
     for first in range(0, S, C):
         got = np.full((16, C), -1, np.int8)
-        interpret.launch(look_up, (1,), bits, first, 13, S, got, R=16, C=C)
+        interpret.launch(look_up, (1,), bits, first, 13, S, got, R=16, C=C, FEATURES=MASK_ALONE)
         expected = np.zeros((16, C), np.int8)
         some = mask[:, first : first + C]
         expected[:13, : some.shape[1]] = some
@@ -314,7 +340,7 @@ def test_bits_are_looked_up(C, S):
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])
-@pytest.mark.parametrize("kind", ["mask", "segments"])
+@pytest.mark.parametrize("kind", ["mask", "segments", "ranges"])
 def test_tiles_are_looked_at(kind, by_key):
     """What is said of a tile is what is to be seen there: exactly, if a single limit cuts it, and else no less."""
     none = [None]
@@ -326,7 +352,11 @@ def test_tiles_are_looked_at(kind, by_key):
         seen = np.full((T, S), True)
         mask, q_segments, k_segments = seen.copy(), np.ones(T, np.int32), np.where(j < 16, 1, 2).astype(np.int32)
         mask[:16, :16] = False
-        seen &= mask if kind == "mask" else q_segments[:, None] == k_segments
+        ranges = np.stack(np.broadcast_arrays(np.where(i < 20, 2, 16), np.where(i == 3, 2, S - (i > 20))), -1).astype(
+            np.int32
+        )
+        in_ranges = (ranges[:, 0, :1] <= j) & (j < ranges[:, 0, 1:])
+        seen &= dict(mask=mask, segments=q_segments[:, None] == k_segments, ranges=in_ranges)[kind]
         limits = {}
         for limit, name, inside in (
             (left, "left", j >= i - (left or 0)), (right, "right", j <= i + (right or 0)),
@@ -335,16 +365,19 @@ def test_tiles_are_looked_at(kind, by_key):
             if limit is not None:
                 limits[name] = True
                 seen &= inside
-        features = dataclasses.replace(MASK_ALONE if kind == "mask" else Features(segments=True), **limits)
+        of_kind = dict(
+            mask=MASK_ALONE, segments=Features(segments=True), ranges=Features(ranges=Axes(present=True), intervals=1)
+        )
+        features = dataclasses.replace(of_kind[kind], **limits)
         n_m, n_n = -(-T // 16), -(-S // 16)
         said = np.full((n_n, n_m) if by_key else (n_m, n_n), -1, np.int32)
         interpret.launch(
             visibility.look_at_tiles, (n_m * n_n,), packed(mask.T if by_key else mask, 16),
-            lengths(queries or T), lengths(keys or S), q_segments, k_segments,
+            lengths(1), lengths(queries or T), lengths(keys or S), q_segments, k_segments, ranges,
             1, 1, T, S, left or 0, right or 0, 1, said,
             BM=16, BN=16, BY_KEY=by_key, FEATURES=features,
         )  # fmt: skip
-        alone = len(limits) <= 1
+        alone = len(limits) <= (kind != "ranges")
         for m, n in itertools.product(range(n_m), range(n_n)):
             tile = seen[16 * m : 16 * m + 16, 16 * n : 16 * n + 16]
             expected = 2 if tile.all() and tile.shape[1] == 16 else 1 if tile.any() else 0
@@ -367,7 +400,7 @@ def test_tiles_of_masks_are_looked_at(BN, word, by_key):
     said = np.full((n_m, n_n), -1, np.int32)
     sizes, tile = ((S, T), dict(BM=BN, BN=BM)) if by_key else ((T, S), dict(BM=BM, BN=BN))  # by key T is the keys
     interpret.launch(
-        visibility.look_at_tiles, (n_m * n_n,), packed(mask, word), *[lengths(1)] * 4, 1, 1, *sizes, 0, 0, 1, said,
+        visibility.look_at_tiles, (n_m * n_n,), packed(mask, word), *[lengths(1)] * 6, 1, 1, *sizes, 0, 0, 1, said,
         **tile, BY_KEY=by_key, FEATURES=MASK_ALONE,
     )  # fmt: skip
     for m, n in itertools.product(range(n_m), range(n_n)):

@@ -71,6 +71,8 @@ FEATURES = {
     "mask": dict(mask=(2, 1, 1023, 1001)),
     "lengths-window": dict(query_lengths=(2,), key_lengths=(2,), window=(256, 128)),
     "segments": dict(query_segments=(2, 1023), key_segments=(2, 1001)),
+    "ranges": dict(key_ranges=(2, 1, 1023, 2, 2)),
+    "blocks": dict(mask=(2, 1, 16, 8), mask_block=(64, 128)),
     "soft-cap": dict(soft_cap=30.0),
     "dropout": dict(seed=(2, 5), dropout_rate=0.1),
     "everything": dict(

@@ -27,6 +27,7 @@ SPILL = {
     "window-lengths": 560,
     "mask": 640,
     "segments": 640,
+    "ranges": 700,
 }
 SPILL_MORE = {
     ("tangent", 64, "window-lengths"): 780,
@@ -58,6 +59,8 @@ def last_launch(job, head_dim, kind):
         x = x._replace(mask=shape(batch, 8, length, length, dtype="bool"))
     if kind == "segments":
         x = x._replace(query_segments=shape(batch, length), key_segments=shape(batch, length))
+    if kind == "ranges":
+        x = x._replace(key_ranges=shape(batch, 1, length, 2, 2))
     cotangents = o, statistic if kind == "ahead" else None
     along = (x, (o, statistic), cotangents)
     backward = lambda want: jobs.backward(recorder, problem, x, (o, statistic), cotangents, want)
@@ -95,7 +98,7 @@ JOBS = (
 )
 
 
-ALONE = ("whole", "causal-ragged", "window-lengths", "mask", "segments")  # of which no blocks are shared
+ALONE = ("whole", "causal-ragged", "window-lengths", "mask", "segments", "ranges")  # of which no blocks are shared
 
 
 SCHEDULES = {
@@ -109,9 +112,9 @@ STATIC = {("key_side_dual", 128), ("key_side_tangent", 128)}
 def expected_schedule(job, head_dim, kind):
     """Fields of FEATURES; but for `ahead`, where blocks differ."""
     long, kind = kind.startswith("long-"), kind.removeprefix("long-")
-    if kind not in ("causal-ragged", "window-lengths", "mask", "segments"):
+    if kind not in ("causal-ragged", "window-lengths", "mask", "segments", "ranges"):
         return SCHEDULES.get(kind, set())
-    listed, forward = kind in ("mask", "segments"), job in ("forward", "forward_dual", "tangent")
+    listed, forward = kind in ("mask", "segments", "ranges"), job in ("forward", "forward_dual", "tangent")
     static = (job, head_dim) in STATIC or (long and (job, head_dim) == ("forward", 64))
     counted = forward or job in ("key_side", "query_side", "value_side") if listed else not static
     one_loop = not long and (kind == "causal-ragged" or (listed and forward))

@@ -211,6 +211,19 @@ def patches(b, h, t, s, size=64):
     return mask
 
 
+def intervals(b, h, t, s, several=2):
+    """Ranges that see whole tiles, cut ones and none, past the ends too, and rows that see nothing."""
+    rng = np.random.default_rng(42)
+    ends = rng.integers(-20, s + 20, (b, h, -(-t // 40), several, 2)).astype(np.int32).repeat(40, 2)[:, :, :t]
+    ends[:, :, ::7, 0] += [3, 5]
+    ends[:, :, 5:6] = 9
+    return ends
+
+
+def blocks(b, h, t, s, queries, keys):
+    return oracle.normal(43, b, h, -(-t // queries), -(-s // keys)) > 0
+
+
 SHARED = {
     "more-blocks": ((2, 250, 580, 4, 2, 64), 3, False),
     "fewer-blocks": ((1, 140, 700, 1, 1, 64), 8, False),
@@ -431,6 +444,24 @@ LISTED = {  # tiles in which something is seen
     "mask-by-head": dict(mask=patches(1, 4, 150, 144), shape=(2, 150, 144, 4, 2, 64)),
     "mask-by-key": dict(mask=patches(2, 2, 1, 300), shape=(2, 70, 300, 4, 2, 64)),
     "mask-wide": dict(mask=patches(2, 1, 100, 140), shape=(2, 100, 140, 2, 1, 256)),
+    "ranges": dict(key_ranges=intervals(2, 1, 200, 300, 1)),
+    "ranges-by-head": dict(key_ranges=intervals(1, 4, 150, 144), shape=(2, 150, 144, 4, 2, 64)),
+    "ranges-wide": dict(key_ranges=intervals(1, 1, 300, 140), is_causal=True, shape=WIDE),
+    "ranges-mask": dict(
+        key_ranges=intervals(2, 1, 150, 140),
+        mask=patches(1, 2, 150, 140),
+        shape=(2, 150, 140, 2, 2, 64),
+        query_lengths=lengths(140, 150),
+        key_lengths=lengths(140, 90),
+    ),
+    "blocks": dict(mask=blocks(2, 1, 200, 300, 32, 48), mask_block=(32, 48)),
+    "blocks-ranges": dict(
+        mask=blocks(1, 2, 150, 144, 64, 128),
+        mask_block=(64, 128),
+        key_ranges=intervals(2, 1, 150, 144, 1),
+        is_causal=True,
+        shape=(2, 150, 144, 4, 2, 128),
+    ),
     "mask-lengths": dict(mask=patches(1, 1, 200, 300), query_lengths=lengths(150, 200), key_lengths=lengths(260, 40)),
 }
 SLOW = {"window-left", "window-ahead", "lower-right", "key-lengths", "query-lengths"}
@@ -525,8 +556,9 @@ def test_tiles_that_a_block_visits(side, padded, one_loop):
         call = module("programs").Integers(
             *map(number, (n, 1, 1, LQ, LK, left or 0, right or 0, n, 0, n, *reciprocals))
         )
-        nothing, *arrays = (pointer(np.array([end], np.int32)) for end in (0, *ends))
-        selection = visibility.Selection(nothing, *arrays, nothing, nothing, nothing)
+        names = visibility.Selection._fields
+        arrays = dict.fromkeys(names, 0) | dict(zip(("Q_LENGTHS", "K_LENGTHS"), ends, strict=True))
+        selection = visibility.Selection(*(pointer(np.array([arrays[name]], np.int32)) for name in names))
         given = dict(D=64, GROUPS=2, HEIGHT=2, BN=T, T=T, ROW=by_query, HAS_MASKED=True, FEATURES=features)
         options = kernel.Options(**{name: given.get(name, False) for name in kernel.Options._fields})
         for b in range(n):

@@ -26,6 +26,10 @@ def make_cases(m, L, S):
     """Lengths and windows are multiples of `m`."""
     first, second = (torch.arange(n).div(7 * m, rounding_mode="floor").int().expand(B, n) for n in (L, S))
     both = lambda a, b: dict(query_segment_ids=a, key_value_segment_ids=b)
+    generator = torch.Generator().manual_seed(3)
+    edges = torch.randint(-3 * m, S + 3 * m, (B, H, L, 2, 2), generator=generator)  # also empty, and past the ends
+    edges[:, :, 5 * m : 9 * m] = torch.tensor([[0, 0], [7 * m, 2 * m]])  # rows that see nothing
+    few = torch.rand(B, H, -(-L // (4 * m)), -(-S // (8 * m)), generator=generator) < 0.4
     return {
         "bias": dict(attn_mask=normal(1, H, L, S)),
         "mask": dict(attn_mask=normal(B, 1, L, S) > 0.7),
@@ -33,6 +37,9 @@ def make_cases(m, L, S):
         "key-lengths": dict(key_value_seq_lengths=lengths(18 * m, 0)),
         "query-lengths": dict(query_seq_lengths=lengths(L, 7 * m)),
         "segments": both(first, second),
+        "ranges": dict(key_ranges=edges[:1, :1, :, :1].int()),
+        "ranges-lengths": dict(key_ranges=edges, key_value_seq_lengths=lengths(18 * m, S), local_window_size=(None, 9 * m)),
+        "blocks": dict(attn_mask=few, mask_block_size=(4 * m, 8 * m)),
         "window": dict(local_window_size=(5 * m, 3 * m)),
         "window-left": dict(local_window_size=(6 * m, None)),
         "lower-right": dict(is_causal=True, causal_alignment="lower_right"),
@@ -45,6 +52,7 @@ def make_cases(m, L, S):
         ),
         "grouped-bias": dict(heads=(4, 2), attn_mask=normal(B, 4, L, S), logits_soft_cap=1.5),
         "grouped-mask": dict(heads=(4, 2), attn_mask=normal(1, 4, L, S) > 0.7),
+        "grouped-ranges": dict(heads=(4, 2), key_ranges=edges, attn_mask=few[:, :1], mask_block_size=(4 * m, 8 * m)),
         "grouped-dropout": dict(heads=(6, 2), dropout_p=0.3, is_causal=True, width=7, **both(first, second)),
     }  # fmt: skip
 

@@ -793,7 +793,7 @@ def program(arrays, statistics, results, scale, ints, selection, options):
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
 def backward(
     a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, o_d, to_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r, o_r, to_r,
-    MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES,
+    MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES,
     LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON,
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
     of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
@@ -828,7 +828,7 @@ def backward(
             n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
             of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
         ),
-        Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
+        Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         Options(
             C, T, PAIRS, GROUPS, HEIGHT, BUFFERS, ROW, OUTPUTS, PER_SLOT, TURNS, FEATURES,
             has_masked_tiles(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, HAS_D_LSE, HAS_TD_LSE,

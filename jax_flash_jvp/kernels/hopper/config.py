@@ -197,7 +197,10 @@ FROM_IF_MANY: dict[int, dict[str, int]] = {
     192: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
     256: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
 }
-SERVED = ("query", "key", "value", "mask", "query_lengths", "key_lengths", "query_segments", "key_segments")
+SERVED = (
+    "query", "key", "value", "mask", "query_lengths", "key_lengths", "query_segments", "key_segments", "key_ranges",
+    "mask_pages",
+)  # fmt: skip
 
 
 def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:

@@ -598,7 +598,7 @@ def program(arrays, SAVED, results, scale, ints, selection, options):
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
 def forward(
     q_d, k_d, v_d, tq_d, tk_d, tv_d, q_r, k_r, v_r, tq_r, tk_r, tv_r,
-    MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES, SAVED,
+    MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES, SAVED,
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
     of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
     O, LSE, TO, MU, EXCHANGE,
@@ -618,7 +618,7 @@ def forward(
             n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
             of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
         ),
-        Selection(MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, TILES),
+        Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         Options(
             C, BN, PAIRS, GROUPS, HEIGHT, BUFFERS, TURNS, has_masked_tiles(FEATURES, True, RAGGED), FEATURES,
             HAS_TQ, HAS_TK, HAS_TV, LINEAR,

@@ -60,9 +60,9 @@ def divided(i, n, reciprocal):
 
 @gluon.jit
 def own_block(i, ints, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
-    """(block, batch entry and head) of number i.  Under causality the longest blocks, first or last, of a few heads go
-    before the shorter: head after head, the last ones would begin a long block when others are done."""
-    if FEATURES.right:
+    """(block, batch entry and head) of number i.  The longest blocks, first or last, of a few heads go before the shorter: head
+    after head, the last ones would begin a long block when others are done."""
+    if FEATURES.later_longer:
         first = divided(i, n_blocks, ints.of_blocks)[0] // TOGETHER * TOGETHER
         left = divided(ints.n, n_blocks, ints.of_blocks)[0] - first
         few = left < TOGETHER

@@ -98,8 +98,8 @@ class Sweep:
     def ring(self, ring: Ring) -> Ring:
         """What becomes of a ring of the table: loops may be short, blocks of which there are lists have a power of two of rows,
         and two warpgroups may leave fewer multiprocessors without a block than three."""
-        listed = self.features.tiles.present
-        if not self.alike and not self.features.mask.present and (self.seen <= config.SHORT or listed):
+        listed, documents = self.features.tiles.present, self.features.segments
+        if not self.alike and not self.features.mask.present and (self.seen <= config.SHORT or documents):
             ring = config.IN_SHORT_LOOPS.get(ring, ring)
         if ring.groups == 3:
             pair = config.WITH_TWO.get(ring, ring._replace(groups=2))

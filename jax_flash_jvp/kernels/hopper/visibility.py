@@ -11,9 +11,9 @@ from jax_flash_jvp.kernels.portable import visibility
 
 words = gluon.jit(visibility.words.fn)
 # arrays that say what is seen, as far as there are any
-Selection = namedtuple("Selection", "MASK Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS TILES")
+Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS RANGES TILES")
 # of a batch entry and query head: lengths, reach to both sides, the sizes of segments and mask, and these
-Sight = namedtuple("Sight", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS mask")
+Sight = namedtuple("Sight", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS ranges mask blocks")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
 Bounds = namedtuple("Bounds", "start first whole stop")
 # numbers of whole tiles, then of masked ones, and which these are: see `span`, or a list from `start` on
@@ -36,13 +36,14 @@ def has_loop(masked, has_masked, features):
 @triton.constexpr_function
 def only_a_mask(features):
     """A matrix, whose bits tell what is seen."""
-    return features.mask.matrix and not (features.left or features.right or features.lengths or features.segments)
+    others = features.left or features.right or features.lengths or features.segments or features.ranges.present
+    return features.mask.matrix and not others
 
 
 @triton.constexpr_function
 def read_by_element(features):
-    """Segments or a vector."""
-    return features.tiles.present and (features.segments or not features.mask.matrix)
+    """Segments, ranges or a vector."""
+    return features.tiles.present and (features.segments or features.ranges.present or not features.mask.matrix)
 
 
 @gluon.jit
@@ -128,21 +129,43 @@ def head_slice(X, i_b, i_h, ints, size, AXES: gl.constexpr):
 
 
 @gluon.jit
+def n_blocks(LQ, LK, FEATURES: gl.constexpr):
+    """Of a mask's queries and keys."""
+    ROWS: gl.constexpr = FEATURES.mask_rows
+    COLUMNS: gl.constexpr = FEATURES.mask_columns
+    return gl.cdiv(LQ, ROWS), gl.cdiv(LK, COLUMNS)
+
+
+@gluon.jit
 def selected(selection, i_b, i_h, ints, query_end, key_end, ROW: gl.constexpr, FEATURES: gl.constexpr):
     """What `visible` and `bits` read, for this batch entry and query head."""
     LQ, LK = ints.LQ, ints.LK
     size = i_b.to(gl.int64) * 0 + 1
+    blocks = selection.BLOCKS
+    MASK_AXES: gl.constexpr = FEATURES.mask
     if FEATURES.mask.matrix:
-        size *= LQ if ROW else LK
-        size *= words(LK if ROW else LQ, 32)
+        OWN: gl.constexpr = FEATURES.mask_rows if ROW else FEATURES.mask_columns
+        OTHER: gl.constexpr = FEATURES.mask_columns if ROW else FEATURES.mask_rows
+        n_q, n_k = n_blocks(LQ, LK, FEATURES)
+        if FEATURES.mask_pages:
+            blocks = head_slice(blocks, i_b, i_h, ints, size * (1 + n_q * n_k), MASK_AXES)
+            size *= gl.load(blocks) * (OWN * words(OTHER, 32))
+            blocks += 1
+        else:
+            size *= n_q if ROW else n_k
+            size *= words(LK if ROW else LQ, 32)
     elif FEATURES.mask.rows:
         size *= LQ
     elif FEATURES.mask.columns:
         size *= LK
-    MASK_AXES: gl.constexpr = FEATURES.mask
     mask = head_slice(selection.MASK, i_b, i_h, ints, size, MASK_AXES)
     q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
-    return Sight(query_end, key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, mask)
+    ranges = selection.RANGES
+    if FEATURES.ranges.present:
+        RANGES_AXES: gl.constexpr = FEATURES.ranges
+        size = i_b.to(gl.int64) * 0 + LQ * (2 * FEATURES.intervals)
+        ranges = head_slice(ranges, i_b, i_h, ints, size, RANGES_AXES)
+    return Sight(query_end, key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, ranges, mask, blocks)
 
 
 @gluon.jit
@@ -150,7 +173,7 @@ def visits_of(
     selection, i_b, i_h, ints, i_block, n_blocks, n_tiles, bounds,
     T: gl.constexpr, HAS_MASKED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
-    """The tiles that a block visits: where there is a mask or there are segments those of its list, see
+    """The tiles that a block visits: where there are masks, segments or ranges those of its list, see
     `portable/visibility.py`, else those within the bounds."""
     if FEATURES.tiles.present:
         size = i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
@@ -221,11 +244,30 @@ def column_numbers(T: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def in_range(
+    ranges, I: gl.constexpr, o_m, o_r, column, sight,
+    T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """[GROUP_ROWS, T]: is the key in the I-th range of the query, of which o_m are the numbers?"""
+    p_range = ranges + (o_m * FEATURES.intervals + I) * 2
+    # as numbers of keys, which no difference takes past an integer
+    b_start = gl.maximum(gl.load(p_range, mask=o_m < sight.LQ, other=0), 0)
+    b_end = gl.minimum(gl.maximum(gl.load(p_range + 1, mask=o_m < sight.LQ, other=0), 0), sight.LK)
+    if ROW:
+        o_c, o_x = column_numbers(T, LAYOUT)
+        low, high = gl.expand_dims(b_start - column, 1) - o_x, gl.expand_dims(b_end - column, 1) - o_x
+        return (o_c >= low) & (o_c < high)
+    else:
+        o_n = gl.expand_dims(o_r, 1)
+        return (o_n >= gl.expand_dims(b_start, 0)) & (o_n < gl.expand_dims(b_end, 0))
+
+
+@gluon.jit
 def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
     """[GROUP_ROWS, T]: which of the keys from `column` on are seen by the queries from `row` on; if not ROW, which of the
     queries from `column` on see the keys from `row` on.  An interval of each row, of which an element costs a comparison or
     two; segments and masks are loaded."""
-    query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, mask = sight
+    query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, ranges, mask, _ = sight
     o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     o_t = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
     o_c, o_x = column_numbers(T, LAYOUT)
@@ -250,6 +292,13 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
             b_r = gl.load(K_SEGMENTS + o_r, mask=o_r < LK, other=0)
             b_c = gl.load(Q_SEGMENTS + column + o_t, mask=column + o_t < LQ, other=0)
         seen = seen & (gl.expand_dims(b_r, 1) == gl.expand_dims(b_c, 0))
+    if FEATURES.ranges.present:
+        INTERVALS: gl.constexpr = FEATURES.intervals
+        o_m = o_r if ROW else column + o_t
+        shown = in_range(ranges, 0, o_m, o_r, column, sight, T, ROW, FEATURES, LAYOUT)
+        for I in gl.static_range(1, INTERVALS):
+            shown = shown | in_range(ranges, I, o_m, o_r, column, sight, T, ROW, FEATURES, LAYOUT)
+        seen = seen & shown
     if FEATURES.mask.present and not FEATURES.mask.matrix:
         if FEATURES.mask.rows if ROW else FEATURES.mask.columns:
             b_x = gl.expand_dims(gl.load(mask + o_r, mask=o_r < (LQ if ROW else LK), other=0), 1)
@@ -278,13 +327,24 @@ def bits(
     holds; to be asked for as soon as a tile is known."""
     if MASKED and FEATURES.mask.matrix:
         n_rows, n_columns = (sight.LQ, sight.LK) if ROW else (sight.LK, sight.LQ)
+        OWN: gl.constexpr = FEATURES.mask_rows if ROW else FEATURES.mask_columns
+        OTHER: gl.constexpr = FEATURES.mask_columns if ROW else FEATURES.mask_rows
         w_l: gl.constexpr = words_layout(T)
         no_e: gl.constexpr = gl.SliceLayout(3, w_l)
         o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, no_e)))
         o_w = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, no_e)))
         o_r = gl.expand_dims(gl.expand_dims(gl.expand_dims(o_r, 1), 2), 3)
         o_w = gl.expand_dims(gl.expand_dims(gl.expand_dims(o_w, 0), 1), 3)
-        p_words = sight.mask + (o_r.to(gl.int64) * words(n_columns, 32) + column // 128 * 4 + o_w)
+        if FEATURES.mask_pages:  # of one page, as blocks are multiples of a tile and of the rows of all warpgroups
+            _, n_k = n_blocks(sight.LQ, sight.LK, FEATURES)
+            if ROW:
+                i_page = row // OWN * n_k + column // OTHER
+            else:
+                i_page = column // OTHER * n_k + row // OWN
+            first = (gl.load(sight.blocks + i_page).to(gl.int64) * OWN + row % OWN - row) * words(OTHER, 32)
+            p_words = sight.mask + (o_r * words(OTHER, 32) + first + column % OTHER // 128 * 4 + o_w)
+        else:
+            p_words = sight.mask + ((o_r // OWN).to(gl.int64) * words(n_columns, 32) + column // 128 * 4 + o_w)
         b_word = gl.load(p_words, mask=o_r < n_rows, other=0)
         if T < 128:
             b_word = b_word >> column % 128 // 4

@@ -100,7 +100,7 @@ def statistics(
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def key_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
-    BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
+    BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     D_K, D_V, TD_K, TD_V,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -147,7 +147,7 @@ def key_side(
         q_offset = (i_b * s_qb + i_hq * s_qh) * UNIT_Q
         o_offset = (i_b * LQ * HQ + i_hq) * DV
         bias, t_bias, sight, head_seeds = selected(
-            BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+            BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
             i_b, i_hq, HQ, GROUP, LQ, LK, query_end, key_end, left, right, True, FEATURES,
         )  # fmt: skip
         tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_hq, HQ, GROUP, i_n, n_n, tl.cdiv(LQ, BM), FEATURES)
@@ -225,7 +225,7 @@ def key_side(
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def query_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON,
-    BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
+    BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     D_Q, TD_Q, DELTA_OUT, T_DELTA_OUT,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -251,7 +251,7 @@ def query_side(
     o_offset = (i_b * LQ * HQ + i_h) * DV
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, t_bias, sight, head_seeds = selected(
-        BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+        BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
         i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, False, FEATURES,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, v
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def score_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
-    BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED,
+    BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
     scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     n_b, n_h,
     D_BIAS, TD_BIAS,
@@ -73,7 +73,7 @@ def score_side(
         o_offset = (i_b * LQ * HQ + i_h) * DV
         query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
         bias, t_bias, sight, head_seeds = selected(
-            BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+            BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
             i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, False, FEATURES,
         )  # fmt: skip
         row = i_m * BM

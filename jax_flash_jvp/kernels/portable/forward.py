@@ -50,7 +50,7 @@ HIDES_ROW = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias i
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def forward(
-    Q, K, V, TQ, TK, TV, SAVED, BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
+    Q, K, V, TQ, TK, TV, SAVED, BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     O, LSE, TO, MU,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -71,7 +71,7 @@ def forward(
     v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, t_bias, sight, head_seeds = selected(
-        BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+        BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
         i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, False, FEATURES,
     )  # fmt: skip
 

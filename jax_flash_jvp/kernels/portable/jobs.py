@@ -29,10 +29,10 @@ ROW_MEANS_FROM = (
 
 
 def axes_of(array: Any, query_heads: int, key_heads: int) -> Axes:
-    """Of an array [1|B, 1|K|N, 1|T, 1|S], or None."""
+    """Of an array [1|B, 1|K|N, 1|T, 1|S, …], or None."""
     if array is None:
         return Axes()
-    b, h, t, s = array.shape
+    b, h, t, s = array.shape[:4]
     by_query_head = h == query_heads > 1
     return Axes(
         present=True, batch=b > 1, heads=by_query_head, groups=not by_query_head and h == key_heads > 1, rows=t > 1,
@@ -44,15 +44,25 @@ def features(problem: Problem, x: Operands) -> Features:
     (batch, queries, query_heads, _), (_, keys, key_heads, _) = x.query.shape, x.key.shape
     left, right = problem.reach(queries, keys)
     mask = axes_of(x.mask, query_heads, key_heads)
-    listed = x.mask is not None or x.query_segments is not None
+    if problem.mask_block is not None:  # which is packed, however few blocks there are
+        mask = dataclasses.replace(mask, rows=True, columns=True)
+    ranges = axes_of(x.key_ranges, query_heads, key_heads)
+    listed = any(a is not None for a in (x.mask, x.query_segments, x.key_ranges))
     by_batch = batch > 1 and any(a is not None for a in (x.query_segments, x.query_lengths, x.key_lengths))
+    by_head = mask.heads or ranges.heads
+    mask_rows, mask_columns = problem.mask_block or (1, 1)
     return Features(
         left=left is not None, right=right is not None, cap=problem.soft_cap is not None,
         query_lengths=x.query_lengths is not None, key_lengths=x.key_lengths is not None,
         segments=x.query_segments is not None, dropout=x.seed is not None, partial=problem.partial,
         queries_aligned=queries % ALIGNED == 0, keys_aligned=keys % ALIGNED == 0,
-        bias=axes_of(x.bias, query_heads, key_heads), mask=mask,
-        tiles=Axes(present=listed, batch=listed and (mask.batch or by_batch), heads=mask.heads, groups=mask.groups),
+        bias=axes_of(x.bias, query_heads, key_heads), mask=mask, mask_rows=mask_rows, mask_columns=mask_columns,
+        mask_pages=x.mask_pages is not None, ranges=ranges,
+        intervals=0 if x.key_ranges is None else x.key_ranges.shape[3],
+        tiles=Axes(
+            present=listed, batch=listed and (mask.batch or ranges.batch or by_batch), heads=by_head,
+            groups=not by_head and (mask.groups or ranges.groups),
+        ),
     )  # fmt: skip
 
 
@@ -97,8 +107,8 @@ class PortableCall:
         self.of_means = dataclasses.replace(self.features, row_means=self.row_means)  # for kernels that know of them
         self.bias = self.padded(x.bias)
         self.selection = dict(
-            MASK=x.mask, Q_LENGTHS=x.query_lengths, K_LENGTHS=x.key_lengths, Q_SEGMENTS=x.query_segments,
-            K_SEGMENTS=x.key_segments,
+            MASK=x.mask, BLOCKS=None if x.mask_pages is None else x.mask, Q_LENGTHS=x.query_lengths, K_LENGTHS=x.key_lengths,
+            Q_SEGMENTS=x.query_segments, K_SEGMENTS=x.key_segments, RANGES=x.key_ranges,
         )  # fmt: skip
         self.word = word  # its bits
         self.packed: dict[bool, Any] = {}  # the mask, by query or by key
@@ -181,20 +191,27 @@ class PortableCall:
         return self.selection | dict(MASK=self.packed[by_key])
 
     def _pack(self, by_key: bool) -> Any:
-        mask = self.x.mask
-        rows, columns = (self.key_length, self.query_length) if by_key else (self.query_length, self.key_length)
+        mask, features, sizes = self.x.mask, self.features, (self.query_length, self.key_length)
+        if self.x.mask_pages is not None:
+            mask, features = self.x.mask_pages, dataclasses.replace(features, mask_rows=1, mask_columns=1)
+            sizes = mask.shape[3:]
+        queries, keys = sizes
+        if by_key:
+            columns, n_m, n_n = queries, queries, triton.cdiv(keys, features.mask_columns)
+        else:
+            columns, n_m, n_n = keys, triton.cdiv(queries, features.mask_rows), keys
         block_m, block_n = (4 * self.word, 1024 // self.word) if by_key else (16, 256)
-        matrices, words = mask.shape[0] * mask.shape[1], visibility.words.fn(columns, self.word)
-        programs = matrices * triton.cdiv(self.query_length, block_m) * triton.cdiv(self.key_length, block_n)
+        matrices, words = math.prod(mask.shape[:-2]), visibility.words.fn(columns, self.word)
         launch = Launch(
-            visibility.pack, programs, dict(MASK=mask), dict(LQ=self.query_length, LK=self.key_length),
-            dict(BITS=Output((matrices, rows, words), f"int{self.word}")),
-            dict(BM=block_m, BN=block_n, BY_KEY=by_key, FEATURES=self.features), num_warps=1, num_stages=1,
+            visibility.pack, matrices * triton.cdiv(n_m, block_m) * triton.cdiv(n_n, block_n), dict(MASK=mask),
+            dict(LQ=queries, LK=keys),
+            dict(BITS=Output((matrices, n_n if by_key else n_m, words), f"int{self.word}")),
+            dict(BM=block_m, BN=block_n, BY_KEY=by_key, FEATURES=features), num_warps=1, num_stages=1,
         )  # fmt: skip
         return self.launcher.launch(launch)["BITS"]
 
     def tiles(self, tile: Tile, by_key: bool) -> Any:
-        """The list of the tiles in which a mask or segments leave something to see; None without these."""
+        """The list of the tiles in which a mask, segments or ranges leave something to see; None without these."""
         if not self.features.tiles.present:
             return None
         shape = (tile.block_m, tile.block_n, by_key)

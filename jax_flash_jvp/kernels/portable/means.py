@@ -91,7 +91,7 @@ def store_mean(
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def row_means(
-    Q, K, TK, COMMON, BIAS, TBIAS, MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, SEED, TILES,
+    Q, K, TK, COMMON, BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED, TILES,
     scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
     MEAN, T_MEAN,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -110,7 +110,7 @@ def row_means(
     k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, _, sight, _ = selected(
-        BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+        BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
         i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, False, FEATURES,
     )  # fmt: skip
     o_r = tl.arange(0, BM)

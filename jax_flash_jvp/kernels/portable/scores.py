@@ -26,7 +26,7 @@ INTEGERS = (
 def own_block(n_blocks, FROM_END: tl.constexpr, FEATURES: tl.constexpr):
     """(block, batch entry and head) of this program, as in `hopper/programs.py`."""
     i = tl.program_id(0)
-    if FEATURES.right:
+    if FEATURES.later_longer:
         first = i // (TOGETHER * n_blocks) * TOGETHER
         heads = tl.minimum(tl.num_programs(0) // n_blocks - first, TOGETHER)
         i -= first * n_blocks

@@ -1,8 +1,9 @@
 """Which keys a query sees, which tiles a program visits, and which probabilities dropout keeps.
 
 Query i sees the keys from i − left to i + right (see `Problem.reach`; one that is absent from FEATURES does not limit), before
-the lengths of its batch entry, in its own segment, and where the mask is true.  What depends on positions alone bounds the
-loops (`key_bounds`, `query_bounds`); segments and masks are looked through beforehand (`look_at_tiles`, `list_tiles`).
+the lengths of its batch entry, in its own segment, in one of its ranges, and where the mask is true.  What depends on positions
+alone bounds the loops (`key_bounds`, `query_bounds`); segments, ranges and masks are looked through beforehand (`look_at_tiles`,
+`list_tiles`).
 """
 
 import triton
@@ -23,23 +24,65 @@ def bits_of(pointers):
     return pointers.element_ty.primitive_bitwidth
 
 
+@triton.constexpr_function
+def block_size(features, of_keys):
+    """So many keys, or else queries, an element of the mask stands for."""
+    return features.mask_columns if of_keys else features.mask_rows
+
+
 @triton.jit
-def mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
-    """`matrix`, packed where it has rows and columns."""
+def n_blocks(LQ, LK, FEATURES: tl.constexpr):
+    """Of a mask's queries and keys."""
+    ROWS: tl.constexpr = FEATURES.mask_rows
+    COLUMNS: tl.constexpr = FEATURES.mask_columns
+    return tl.cdiv(LQ, ROWS), tl.cdiv(LK, COLUMNS)
+
+
+@triton.jit
+def mask_of(MASK, BLOCKS, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
+    """(`matrix`, packed where it has rows and columns; the pages of its blocks, behind their number)."""
     MASK_AXES: tl.constexpr = FEATURES.mask
     if MASK_AXES.matrix:
-        size = tl.full([], 1, tl.int64) * (LK if BY_KEY else LQ) * words(LQ if BY_KEY else LK, bits_of(MASK.dtype))
-        return head_slice(MASK, i_b, i_h, HQ, GROUP, size, MASK_AXES)
+        WORD: tl.constexpr = bits_of(MASK.dtype)
+        OWN: tl.constexpr = block_size(FEATURES, BY_KEY)
+        OTHER: tl.constexpr = block_size(FEATURES, not BY_KEY)
+        n_q, n_k = n_blocks(LQ, LK, FEATURES)
+        size = tl.full([], 1, tl.int64)
+        if FEATURES.mask_pages:
+            blocks = head_slice(BLOCKS, i_b, i_h, HQ, GROUP, size * (1 + n_q * n_k), MASK_AXES)
+            size *= tl.load(blocks) * (OWN * words(OTHER, WORD))
+            return head_slice(MASK, i_b, i_h, HQ, GROUP, size, MASK_AXES), blocks + 1
+        else:
+            size *= (n_k if BY_KEY else n_q) * words(LQ if BY_KEY else LK, WORD)
+            return head_slice(MASK, i_b, i_h, HQ, GROUP, size, MASK_AXES), BLOCKS
     else:
-        return matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, MASK_AXES)
+        return matrix(MASK, i_b, i_h, HQ, GROUP, LQ, LK, MASK_AXES), BLOCKS
 
 
 @triton.jit
-def bits(mask, o_r, o_c, first, n_rows, n_columns):
+def first_word(blocks, o_r, column, LQ, LK, WORD: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
+    """Of the rows o_r of a packed mask, the number of the four words that have the bit of a column."""
+    OWN: tl.constexpr = block_size(FEATURES, BY_KEY)
+    OTHER: tl.constexpr = block_size(FEATURES, not BY_KEY)
+    if FEATURES.mask_pages:
+        _, n_k = n_blocks(LQ, LK, FEATURES)
+        if BY_KEY:
+            i_page = column // OTHER * n_k + o_r // OWN
+        else:
+            i_page = o_r // OWN * n_k + column // OTHER
+        page = tl.load(blocks + i_page, mask=o_r < (LK if BY_KEY else LQ), other=0).to(tl.int64)
+        return (page * OWN + o_r % OWN) * words(OTHER, WORD) + column % OTHER // (4 * WORD) * 4
+    else:
+        return (o_r // OWN).to(tl.int64) * words(LQ if BY_KEY else LK, WORD) + column // (4 * WORD) * 4
+
+
+@triton.jit
+def bits(mask, blocks, o_r, o_c, first, LQ, LK, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
     """[R, C]: is the bit of row o_r and column o_c, which begin at `first`, set in a mask that is packed in words of 16?  Four of
     them are read at a time; in products' layout which of these depends on the thread, and which bit of it is a constant."""
     C: tl.constexpr = o_c.shape[1]
-    p_four = mask.to(tl.pointer_type(tl.int64)) + (o_r.to(tl.int64) * (words(n_columns, 16) // 4) + first // 64)
+    n_rows, n_columns = (LK, LQ) if BY_KEY else (LQ, LK)
+    p_four = mask.to(tl.pointer_type(tl.int64)) + first_word(blocks, o_r, first, LQ, LK, 16, BY_KEY, FEATURES) // 4
     o_x = tl.arange(0, C)[None, :]
     shift = (o_x & 6) * 8 + (first % 64 // 4 if C < 64 else 0)
     b_word = (tl.load(p_four, mask=o_r < n_rows, other=0) >> shift).to(tl.int32)
@@ -51,17 +94,36 @@ def bits(mask, o_r, o_c, first, n_rows, n_columns):
 
 
 @triton.jit
-def bits_of_long_words(mask, o_r, o_c, n_rows, n_columns):
-    """`bits`, packed in words of 32, as the Hopper kernels read them, one by one."""
-    p_words = mask + (o_r.to(tl.int64) * words(n_columns, 32) + o_c // 128 * 4 + o_c % 8 // 2)
-    b_word = tl.load(p_words, mask=(o_r < n_rows) & (o_c < n_columns), other=0)
+def bits_of_long_words(mask, blocks, o_r, o_c, LQ, LK, FEATURES: tl.constexpr):
+    """`bits` by query, packed in words of 32, as the Hopper kernels read them, one by one."""
+    p_words = mask + (first_word(blocks, o_r, o_c, LQ, LK, 32, False, FEATURES) + o_c % 8 // 2)
+    b_word = tl.load(p_words, mask=(o_r < LQ) & (o_c < LK), other=0)
     return ((b_word >> (o_c % 128 // 8 * 2 + o_c % 2)) & 1) != 0
+
+
+@triton.jit
+def in_range(ranges, I: tl.constexpr, o_m, first, last, LQ, FEATURES: tl.constexpr):
+    """Are all keys first … last in the I-th range of query o_m?"""
+    p_range = ranges + (o_m * FEATURES.intervals + I) * 2
+    b_start = tl.load(p_range, mask=o_m < LQ, other=0)
+    b_end = tl.load(p_range + 1, mask=o_m < LQ, other=0)
+    return (first >= b_start) & (last < b_end)
+
+
+@triton.jit
+def in_ranges(ranges, o_m, first, last, LQ, FEATURES: tl.constexpr):
+    """Or of any of its ranges?"""
+    INTERVALS: tl.constexpr = FEATURES.intervals
+    b_seen = in_range(ranges, 0, o_m, first, last, LQ, FEATURES)
+    for I in tl.static_range(1, INTERVALS):
+        b_seen |= in_range(ranges, I, o_m, first, last, LQ, FEATURES)
+    return b_seen
 
 
 @triton.jit
 def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
     """Which of the keys o_n the queries o_m see.  `first`: the first of those along the columns of the result."""
-    LQ, LK, query_end, key_end, left, right, Q_SEGMENTS, K_SEGMENTS, mask = sight
+    LQ, LK, query_end, key_end, left, right, Q_SEGMENTS, K_SEGMENTS, ranges, mask, blocks = sight
     if FEATURES.right:
         b_seen = (o_n < key_end) & (o_n <= o_m + right)
     else:
@@ -73,13 +135,15 @@ def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
     if FEATURES.segments:
         b_queries = tl.load(Q_SEGMENTS + o_m, mask=o_m < LQ, other=0)
         b_seen &= b_queries == tl.load(K_SEGMENTS + o_n, mask=o_n < LK, other=0)
+    if FEATURES.ranges.present:
+        b_seen &= in_ranges(ranges, o_m, o_n, o_n, LQ, FEATURES)
     if FEATURES.mask.matrix:
         if bits_of(mask.dtype) == 32:
-            b_seen &= bits_of_long_words(mask, o_m, o_n, LQ, LK)
+            b_seen &= bits_of_long_words(mask, blocks, o_m, o_n, LQ, LK, FEATURES)
         elif o_m.shape[1] == 1:
-            b_seen &= bits(mask, o_m, o_n, first, LQ, LK)
+            b_seen &= bits(mask, blocks, o_m, o_n, first, LQ, LK, False, FEATURES)
         else:
-            b_seen &= bits(mask, o_n, o_m, first, LK, LQ)
+            b_seen &= bits(mask, blocks, o_n, o_m, first, LQ, LK, True, FEATURES)
     elif FEATURES.mask.present:
         MASK_AXES: tl.constexpr = FEATURES.mask
         b_seen &= load_scores(mask, o_m, o_n, LQ, LK, MASK_AXES) != 0
@@ -182,6 +246,27 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
 
 
 @triton.jit
+def ranges_of(RANGES, i_b, i_h, HQ, GROUP, LQ, FEATURES: tl.constexpr):
+    """Those of this batch entry and query head."""
+    RANGES_AXES: tl.constexpr = FEATURES.ranges
+    size = tl.full([], 1, tl.int64) * LQ * (2 * FEATURES.intervals)
+    return head_slice(RANGES, i_b, i_h, HQ, GROUP, size, RANGES_AXES)
+
+
+@triton.jit
+def touches_ranges(ranges, o_m, first, last, LQ, FEATURES: tl.constexpr):
+    """Is one of the keys first … last in one of the ranges of query o_m?"""
+    INTERVALS: tl.constexpr = FEATURES.intervals
+    b_seen = o_m < 0
+    for I in tl.static_range(INTERVALS):
+        p_range = ranges + (o_m * INTERVALS + I) * 2
+        b_start = tl.maximum(tl.load(p_range, mask=o_m < LQ, other=0), first)
+        b_end = tl.minimum(tl.load(p_range + 1, mask=o_m < LQ, other=0) - 1, last)
+        b_seen |= b_start <= b_end
+    return b_seen
+
+
+@triton.jit
 def extent(SEGMENTS, start, L, B: tl.constexpr):
     """(lowest, highest) of the segments of B rows."""
     o_x = start + tl.arange(0, B)
@@ -190,8 +275,11 @@ def extent(SEGMENTS, start, L, B: tl.constexpr):
 
 
 @triton.jit
-def words_seen(mask, row, column, n_rows, n_columns, R: tl.constexpr, C: tl.constexpr):
+def words_seen(
+    mask, blocks, row, column, LQ, LK, R: tl.constexpr, C: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr
+):  # fmt: skip
     """(has it a bit that is set, are all set that are of a row and column there is) of each word of a tile of a packed mask."""
+    n_rows, n_columns = (LK, LQ) if BY_KEY else (LQ, LK)
     WORD: tl.constexpr = bits_of(mask.dtype)
     HELD: tl.constexpr = min(C, 4 * WORD)  # columns of the tile in four words
     o_r = row + tl.arange(0, R)[:, None]
@@ -199,7 +287,7 @@ def words_seen(mask, row, column, n_rows, n_columns, R: tl.constexpr, C: tl.cons
     n = tl.minimum(tl.maximum(n_columns - column - o_w // 4 * HELD, 0), HELD)
     n_bits = n // 8 * 2 + tl.minimum(tl.maximum(n % 8 - o_w % 4 * 2, 0), 2)
     b_there = tl.where(n_bits < 32, (1 << n_bits) - 1, -1)
-    p_words = mask + (o_r.to(tl.int64) * words(n_columns, WORD) + column // (4 * WORD) * 4 + o_w)
+    p_words = mask + (first_word(blocks, o_r, column, LQ, LK, WORD, BY_KEY, FEATURES) + o_w)
     b_word = tl.load(p_words, mask=(o_r < n_rows) & (n > 0), other=0).to(tl.int32)
     b_word = (b_word >> column % (4 * WORD) // 4) & b_there
     return b_word != 0, (b_word == b_there) | (o_r >= n_rows)
@@ -207,7 +295,7 @@ def words_seen(mask, row, column, n_rows, n_columns, R: tl.constexpr, C: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def look_at_tiles(
-    MASK, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS,
+    MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES,
     HQ, GROUP, LQ, LK, left, right, heads,
     SEEN,
     BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
@@ -238,13 +326,21 @@ def look_at_tiles(
         k_low, k_high = extent(K_SEGMENTS + i_b * LK, n, LK, BN)
         something &= (q_low <= k_high) & (k_low <= q_high)
         everything &= (q_low == k_high) & (k_low == q_high)
+    i_h = i_bh % heads * (HQ // heads)
+    if FEATURES.ranges.present:
+        ranges = ranges_of(RANGES, i_b, i_h, HQ, GROUP, LQ, FEATURES)
+        o_m = m + tl.arange(0, BM)
+        b_some = touches_ranges(ranges, o_m, n, n_last, LQ, FEATURES)
+        b_all = in_ranges(ranges, o_m, n, n_last, LQ, FEATURES) | (o_m >= LQ)
+        something &= tl.max(b_some.to(tl.int32), 0) != 0
+        everything &= tl.min(b_all.to(tl.int32), 0) != 0
     if FEATURES.mask.present:
-        mask = mask_of(MASK, i_b, i_bh % heads * (HQ // heads), HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
+        mask, blocks = mask_of(MASK, BLOCKS, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
         if FEATURES.mask.matrix:
             if BY_KEY:
-                b_some, b_all = words_seen(mask, n, m, LK, LQ, BN, BM)
+                b_some, b_all = words_seen(mask, blocks, n, m, LQ, LK, BN, BM, True, FEATURES)
             else:
-                b_some, b_all = words_seen(mask, m, n, LQ, LK, BM, BN)
+                b_some, b_all = words_seen(mask, blocks, m, n, LQ, LK, BM, BN, False, FEATURES)
         else:
             o_m = m + tl.arange(0, BM)[:, None]
             o_n = n + tl.arange(0, BN)[None, :]
@@ -275,26 +371,33 @@ def in_words(b_x, AXIS: tl.constexpr, WORD: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def pack(MASK, LQ, LK, BITS, BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
-    """The matrices [T, S] of a mask as bits: `words` of keys for each query, or BY_KEY of queries for each key.  Of as many in a
-    row as four words hold the one numbered 8 i + 2 w + e is bit 2 i + e of word w: in products' layout a thread has the columns
-    of one w, and then finds their bits in one word.  A program packs a tile."""
+    """The matrices of a mask as bits: `words` of keys for each row, or BY_KEY of queries for each column.  Of as many in a row as
+    four words hold the one numbered 8 i + 2 w + e is bit 2 i + e of word w: in products' layout a thread has the columns of one
+    w, and then finds their bits in one word.  A program packs a tile."""
     WORD: tl.constexpr = bits_of(BITS.dtype)
     LQ, LK = aligned(LQ, LK, FEATURES)
-    n_m, n_n = tl.cdiv(LQ, BM), tl.cdiv(LK, BN)
+    # a block's bits repeat themselves along what the words hold alone
+    n_rows, n_columns = n_blocks(LQ, LK, FEATURES)
+    ROWS: tl.constexpr = FEATURES.mask_rows if BY_KEY else 1
+    COLUMNS: tl.constexpr = 1 if BY_KEY else FEATURES.mask_columns
+    n_q = LQ if BY_KEY else n_rows
+    n_k = n_columns if BY_KEY else LK
+    n_m, n_n = tl.cdiv(n_q, BM), tl.cdiv(n_k, BN)
     i_x = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
     i_tile = tl.program_id(0) % (n_m * n_n)
     o_m = i_tile // n_n * BM + tl.arange(0, BM)[:, None]
     o_n = i_tile % n_n * BN + tl.arange(0, BN)[None, :]
-    b_x = tl.load(MASK + i_x * LQ * LK + (o_m.to(tl.int64) * LK + o_n), mask=(o_m < LQ) & (o_n < LK), other=0)
+    p_x = MASK + i_x * n_rows * n_columns + ((o_m // ROWS).to(tl.int64) * n_columns + o_n // COLUMNS)
+    b_x = tl.load(p_x, mask=(o_m < n_q) & (o_n < n_k), other=0)
     b_x = (b_x != 0).to(tl.int32)
     if BY_KEY:
         o_w = i_tile // n_n * (BM // WORD) + tl.arange(0, BM // WORD)[:, None]
         n_words = words(LQ, WORD)
-        p_words, m_x = BITS + ((i_x * LK + o_n) * n_words + o_w), (o_n < LK) & (o_w < n_words)
+        p_words, m_x = BITS + ((i_x * n_k + o_n) * n_words + o_w), (o_n < n_k) & (o_w < n_words)
     else:
         o_w = i_tile % n_n * (BN // WORD) + tl.arange(0, BN // WORD)[None, :]
         n_words = words(LK, WORD)
-        p_words, m_x = BITS + ((i_x * LQ + o_m) * n_words + o_w), (o_m < LQ) & (o_w < n_words)
+        p_words, m_x = BITS + ((i_x * n_q + o_m) * n_words + o_w), (o_m < n_q) & (o_w < n_words)
     tl.store(p_words, in_words(b_x, 0 if BY_KEY else 1, WORD).to(BITS.dtype.element_ty), mask=m_x)
 
 
@@ -363,13 +466,15 @@ def thinned(b_x, b_kept, FEATURES: tl.constexpr):
 
 @triton.jit
 def selected(
-    BIAS, TBIAS, MASK, Q_SEGMENTS, K_SEGMENTS, SEED,
+    BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
     i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """(bias, its tangent, what `visible` reads, what `kept` hashes) of this batch entry and query head."""
     BIAS_AXES: tl.constexpr = FEATURES.bias
     bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, BIAS_AXES)
     t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, BIAS_AXES)
-    mask = mask_of(MASK, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
-    sight = (LQ, LK, query_end, key_end, left, right, Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK, mask)
+    mask, blocks = mask_of(MASK, BLOCKS, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
+    ranges = ranges_of(RANGES, i_b, i_h, HQ, GROUP, LQ, FEATURES)
+    segments = (Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK)
+    sight = (LQ, LK, query_end, key_end, left, right, segments[0], segments[1], ranges, mask, blocks)
     return bias, t_bias, sight, seeds(SEED, i_b, i_h, FEATURES)

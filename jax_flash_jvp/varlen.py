@@ -1,0 +1,87 @@
+"""Attention of packed sequences, from where each begins."""
+
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_flash_jvp import visibility
+from jax_flash_jvp.attention import as_array, dot_product_attention
+from jax_flash_jvp.problem import Implementation, check_cu_seqlens, window_of
+
+
+class Options(TypedDict, total=False):
+    """Those keywords of `dot_product_attention` that are passed on."""
+
+    scale: float | jax.Array | None
+    implementation: Implementation | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    dropout_rate: float
+    dropout_key: ArrayLike | None
+
+
+@overload
+def varlen_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, cu_seqlens_q: ArrayLike, cu_seqlens_k: ArrayLike | None = None,
+    *, is_causal: bool = False, local_window_size: int | tuple[int | None, int | None] | None = None,
+    return_residual: Literal[False] = False, **options: Unpack[Options],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def varlen_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, cu_seqlens_q: ArrayLike, cu_seqlens_k: ArrayLike | None = None,
+    *, is_causal: bool = False, local_window_size: int | tuple[int | None, int | None] | None = None,
+    return_residual: Literal[True], **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    return_residual: bool = False,
+    **options: Unpack[Options],
+) -> Any:
+    """:func:`jax_flash_jvp.dot_product_attention` of sequences that lie one behind the other, without padding; every derivative
+    likewise.  One compiled program serves every packing of as many sequences in as many tokens.
+
+    Args:
+      query: [total, N, H]; key, value: [total of keys, K, H] and [total of keys, K, Hv].
+      cu_seqlens_q: integers [sequences + 1], where each sequence begins, and where the last one ends; a sequence may be empty.
+      cu_seqlens_k: likewise of the keys; those of the queries where it is None.
+      is_causal, local_window_size: count from the lower right corner of each sequence, as in flash-attn: its last query sees
+        its last key.
+      return_residual, options: as of `dot_product_attention`: scale, implementation, logits_soft_cap, sinks, dropout_rate,
+        dropout_key.
+
+    Returns:
+      [total, N, Hv], and the log-sum-exp [total, N] if asked for; zeros and -inf for tokens that are in no sequence, and for
+      those that see no key.
+
+    Raises:
+      ValueError: `cu_seqlens` that decrease, or do not end at the number of tokens: where their numbers are in the host's memory.
+        Where they are traced or on a device they are not looked at: what lies beyond the last sequence belongs to none.
+      TypeError: `cu_seqlens` that are no integers.
+    """
+    q, k = as_array("query", query), as_array("key", key)
+    if q.ndim != 3 or k.ndim != 3:
+        raise ValueError(f"`query` and `key` must have shape [tokens, heads, channels]: got {q.shape} and {k.shape}")
+    edges = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    arrays = {name: as_array(name, a) for name, a in edges.items()}
+    for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
+        check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], tokens, known(a))
+    ranges = visibility.documents(
+        q.shape[0], *arrays.values(), is_causal=is_causal, window=window_of(local_window_size) or (None, None), like=q
+    )
+    return dot_product_attention(q, k, value, key_ranges=ranges, return_residual=return_residual, **options)
+
+
+def known(a: Any) -> list[int] | None:
+    """The numbers of an array in the host's memory, whose reading waits for no device."""
+    if isinstance(a, jax.core.Tracer) or (isinstance(a, jax.Array) and any(d.platform != "cpu" for d in a.devices())):
+        return None
+    return np.asarray(a).tolist()

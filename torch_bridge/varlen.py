@@ -1,0 +1,145 @@
+"""flash-attn's entry point for packed sequences."""
+
+from typing import Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from jax_flash_jvp import visibility
+from jax_flash_jvp.problem import SELECTORS, check_cu_seqlens
+from torch_bridge.attention import attend, options_of
+from torch_bridge.checks import check_devices, check_flag, check_number, check_tensor
+from torch_bridge.flash_attn import Results, window_from
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `flash_attn_varlen_func`, but `return_attn_probs`, by which its result differs."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: None
+    deterministic: bool
+    block_table: None
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_attn_probs: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_attn_probs: Literal[True],
+    **options: Unpack[Options],
+) -> Results: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_attn_probs: bool,
+    **options: Unpack[Options],
+) -> Tensor | Results: ...
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
+) -> Tensor | Results:
+    """Attention of sequences that lie one behind the other, without padding, with the arguments of the flash-attn package:
+    q [total, Hq, E], k [total of keys, H, E] and v [total of keys, H, Ev] give [total, Hq, Ev], with every derivative.
+
+    Args:
+      cu_seqlens_q, cu_seqlens_k: integers [sequences + 1], where each sequence begins, and where the last one ends; a sequence
+        may be empty.
+      max_seqlen_q, max_seqlen_k: not needed.
+      causal, window_size: count from the lower right corner of each sequence, whose last query sees its last key; -1 does not
+        limit a side.
+      dropout_p, softmax_scale, softcap, deterministic: as in :func:`flash_attn_func`.
+      alibi_slopes, block_table: not served.
+      return_attn_probs: also return the log-sum-exp of the scores, [Hq, total] and differentiable, and None for the
+        probabilities, which are never formed.
+
+    Raises:
+      ValueError: `cu_seqlens` that decrease, or do not end at the number of tokens: where they are on the CPU.  On a GPU, and
+        where torch.compile traces, they are not looked at: what lies beyond the last sequence belongs to none, and gives zeros.
+      TypeError: `cu_seqlens` that are no integers.
+    """
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            flash_attn_varlen_func, tensors, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, deterministic=deterministic, return_attn_probs=return_attn_probs,
+            block_table=block_table,
+        )  # fmt: skip
+    for name, value in (("alibi_slopes", alibi_slopes), ("block_table", block_table)):
+        if value is not None:
+            raise ValueError(f"`{name}` is not served: leave it out")
+    for name, a in zip("qkv", (q, k, v), strict=True):
+        check_tensor(name, a)
+        if a.dim() != 3:
+            raise ValueError(f"`{name}` must have shape [tokens, heads, channels]: got {tuple(a.shape)}")
+    check_flag("causal", causal)
+    check_flag("return_attn_probs", return_attn_probs)
+    check_number("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"`softcap` must be positive, or 0 for none: got {softcap}")
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
+    edges = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_devices(q, edges.items())
+    for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
+        check_cu_seqlens(name, a, cu_seqlens_q, tokens, _known(a))
+    options = options_of(dropout_p, "upper_left", None, softcap or None)
+    window = window_from(window_size) or (None, None)
+    ranges = visibility.documents(q.shape[0], cu_seqlens_q, cu_seqlens_k, is_causal=causal, window=window, like=q)
+    q, k, v = (a.transpose(0, 1)[None] for a in (q, k, v * 0 if dropout_p == 1 else v))
+    selection = [ranges if name == "key_ranges" else None for name in SELECTORS]
+    o, log_sum_exp = attend(q, k, v, None, False, softmax_scale, True, options, selection, with_lse=return_attn_probs)
+    o = o[0].transpose(0, 1)
+    return (o, log_sum_exp[0], None) if return_attn_probs else o
+
+
+def _known(a: Tensor) -> list[int] | None:
+    """The numbers of a tensor that may be read at once."""
+    if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
+        return None
+    return a.tolist() if a.device.type == "cpu" else None
