@@ -81,6 +81,7 @@ def naive(
         s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], -1)
     nowhere = (s == -torch.inf).all(-1, keepdim=True)
     p = torch.softmax(s.masked_fill(nowhere, 0), -1).masked_fill(nowhere, 0)[..., : key.shape[-2]]
+    p = p.to(value.dtype)  # sinks may be wider
     o = (p if kept is None else p * kept) @ value
     if not return_lse:
         return o
