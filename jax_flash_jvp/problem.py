@@ -70,6 +70,7 @@ class Problem:
     context: Context | None = None  # the devices that share the sequence; None: one device has it
     partial: bool = False  # the keys are some of those that queries see: results are float32, to be merged or summed
     precision: Precision = "ieee"
+    deterministic: bool = False  # the same bits on every run
     implementation: Implementation | None = (
         None  # None: the kernels on a GPU where they serve the call, else the tiled reference
     )

@@ -1,9 +1,9 @@
 """What an operator is told besides its tensors: an `options` string, and a selection, one tensor of integers.
 
 Operators take no records, so that options are words: left=N, right=N, lower_right, soft_cap=C, dropout=RATE, the names of what
-counts in the selection, ring=GROUP where tensors are parts of a sequence (`ring.py`), partial of the pairs of these, and code=…,
-which says nothing to them: PyTorch keeps compiled programs on disk, gradients included, by the names and arguments of their
-operators, and would use those of another version of this package.
+counts in the selection, deterministic, ring=GROUP where tensors are parts of a sequence (`ring.py`), partial of the pairs of
+these, and code=…, which says nothing to them: PyTorch keeps compiled programs on disk, gradients included, by the names and
+arguments of their operators, and would use those of another version of this package.
 
 A selection is int32 [B, 7 + T + S]: the lengths of queries and keys, a seed of two numbers and three places, see `problem.py`,
 and the segments of queries and keys.  In a ring, lengths are of the whole sequence, and places, of queries and keys, zero.
@@ -125,6 +125,7 @@ def parsed(
         dropout_rate=float(words.get("dropout", 0)),
         partial="partial" in words,
         precision=precision,
+        deterministic="deterministic" in words,
     )
     return problem, frozenset(words) & {*SELECTED}
 
