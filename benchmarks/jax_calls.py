@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +22,23 @@ portable = functools.partial(dot_product_attention, implementation="portable")
 cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
 xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
 
+
+def fa4(q, k, v, is_causal=False, **extra):
+    from fa4_jax import flash_attn
+
+    return flash_attn(q, k, v, causal=is_causal, **extra)
+
+
 OURS = "jax-flash-jvp"
 CONTENDERS: dict[str, Contender] = {
     OURS: Contender(ours),
     **({"portable": Contender(portable)} if jax.default_backend() == "gpu" else {}),
     "cuDNN": Contender(cudnn, ("forward", "backward")),
+    **(
+        {"fa4-jax": Contender(fa4, ("forward", "forward + JVP", "backward"))}
+        if importlib.util.find_spec("fa4_jax")
+        else {}
+    ),
     "XLA": Contender(xla, tuple(PRODUCTS), quadratic=True),
 }
 
