@@ -73,12 +73,11 @@ from jax_flash_jvp.kernels.hopper.visibility import (
 
 ONES = gl.constexpr(16)  # columns of the narrowest tile that a product reads
 TILE = gl.constexpr(64)  # queries, whose dq one warpgroup makes
-ODD, COMMON_KEYS = gl.constexpr(16), gl.constexpr(32)
+ODD, COMMON_KEYS = gl.constexpr(16), gl.constexpr(32)  # see `make_dq_in_turn`
 # constants: SLOTS of q and of d_o, KEPT tiles of dS; ROW and HEIGHT are for `own`
 Options = namedtuple("Options", "C T SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS FEATURES HAS_MASKED CORRECTED RAGGED")
-Arrays = namedtuple(
-    "Arrays", "q k v do lse2 delta dq rows"
-)  # descriptors, but for statistics of each part of the columns
+# descriptors; of q, k, v, d_o and dq those of the parts of their columns
+Arrays = namedtuple("Arrays", "q k v do lse2 delta dq rows")
 # shared, and the barriers of each
 Memory = namedtuple(
     "Memory",
@@ -167,7 +166,7 @@ def load_streamed(descs, desc, place, use, buffers, statistics, full, empty):
 
 @gluon.jit
 def add(arrays, memory, COMMON, ints, selection, options):
-    """The warp that has TMA add dq to what others have made of it."""
+    """The warp that has TMA add dq, and row sums, to what other blocks have made of them."""
     T: gl.constexpr = options.T
     C: gl.constexpr = options.C
     block = own(gl.program_id(0), ints, selection, options)
@@ -309,7 +308,7 @@ def multiply(i, j, masked, w: gl.constexpr, a_start, sight, ds, b_dk, b_dv, memo
     else:
         b_s = warpgroup_mma_wait(0 if LATE_DP else N, deps=[b_s])
     lse2 = gl.expand_dims(memory.lse2.index(use.slot).load(x_l), 0)
-    if options.RAGGED:  # keys that do not exist: what is anything would reach dq
+    if options.RAGGED:  # P of keys that do not exist could be anything, infinite too, and would reach dq
         if a_start + GROUP_ROWS > sight.key_end:
             o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
             b_s = gl.where(gl.expand_dims(o_a < sight.key_end, 1), b_s, -float("inf"))
