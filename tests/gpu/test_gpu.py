@@ -287,7 +287,7 @@ def test_one_pass(monkeypatch, head_dim):
 
     monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
     causal = head_dim > 72
-    x, _, g = jax.tree.map(
+    x, _, (g, _) = jax.tree.map(
         lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands((2, 700, 600, 4, 2, head_dim, causal))
     )
 
