@@ -38,14 +38,16 @@ CODE = f"code={zlib.crc32(b''.join(p.read_bytes() for p in sorted(pathlib.Path(_
 
 
 def words_of(
-    window: tuple[int | None, int | None] | None, lower_right: bool, soft_cap: float | None, dropout_rate: float
-) -> tuple[str, ...]:
+    window: tuple[int | None, int | None] | None, lower_right: bool, soft_cap: float | None, dropout_rate: float,
+    deterministic: bool = False,
+) -> tuple[str, ...]:  # fmt: skip
     left, right = window or (None, None)
     words = [f"left={left}"] if left is not None else []
     words += [f"right={right}"] if right is not None else []
     words += ["lower_right"] if lower_right else []
     words += [f"soft_cap={soft_cap!r}"] if soft_cap is not None else []
     words += [f"dropout={dropout_rate!r}"] if 0 < dropout_rate < 1 else []
+    words += ["deterministic"] if deterministic else []
     return tuple(words)
 
 
