@@ -110,8 +110,9 @@ class Launch:
         return [PLACEHOLDER if o is None else o for o in outputs if not isinstance(o, InPlace)]
 
     def in_place(self) -> dict[str, InPlace]:
-        """The other outputs."""
-        return {name: o for name, o in self.outputs.items() if isinstance(o, InPlace)}
+        """The other outputs, in order."""
+        outputs = ((name, self.outputs[name]) for name in self.kernel.arg_names if name in self.outputs)
+        return {name: o for name, o in outputs if isinstance(o, InPlace)}
 
     def written(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """All outputs in order by name, with these arrays for the `allocations`."""
