@@ -485,7 +485,7 @@ MUTANTS = {
     "bits-ignored": (visibility, "b_word & (1 <<", "b_word | (1 <<", "mask"),
     "bits-of-other-columns": (visibility, "(first % 64 // 4 if", "(0 if", "mask"),
     "bits-of-another-thread": (visibility, "(o_x & 6) * 8", "(o_x & 4) * 8", "mask"),
-    "bits-of-another-batch": (visibility, "1, tl.int64) * (LK if", "0, tl.int64) * (LK if", "mask"),
+    "bits-of-another-batch": (visibility, "size *= (n_k if", "size *= 0 * (n_k if", "mask"),
     "word-not-whole": (visibility, "b_word == b_there", "b_word != 0", "mask-in-words"),
 }  # fmt: skip
 
