@@ -50,6 +50,10 @@ REMEDIES = {
     "channel": "channels are not cut; cut heads",
     "value": "channels are not cut; cut heads",
 }
+WHOLE = (
+    "`key_ranges` and `mask_block_size` speak of the whole sequence, which is not cut beside them: say it by a mask, segments or "
+    "a window"
+)
 Axes = list[tuple[str, int]]  # of an array: name and length
 Spread = dict[str, tuple[str, ...]]  # over which axes of a mesh each axis is spread
 Pieces = list[int]  # of an axis: the number of that which each device has, of as many as there are devices
@@ -113,7 +117,8 @@ def on_shards(job: Callable, problem: Problem, *args: Any, label: str) -> Any:
         held = [_pieces(a, devices) for a in (*given, *results)]
         found = [(sizes, cut(sizes, held)) for sizes in _orders(_primes(len(devices)))]
         sizes, by_number = max(found, key=lambda found: _product(found[0], {*itertools.chain(*found[1].values())}))
-        _warn_of_gathering(ins, held[: len(given)], sizes, by_number)
+        remedies = REMEDIES | (dict.fromkeys(SEQUENCE, WHOLE) if whole else {})
+        _warn_of_gathering(ins, held[: len(given)], sizes, by_number, remedies)
         mesh = Mesh(
             devices.reshape(sizes), tuple(f"p{i}" for i in range(len(sizes))), axis_types=(AxisType.Auto,) * len(sizes)
         )
@@ -207,7 +212,11 @@ def _placed(x: Operands, over: tuple[str, ...]) -> Operands:
 
 
 def _warn_of_gathering(
-    arrays: list[Axes], held: list[list[Pieces]], sizes: Sequence[int], spread: dict[str, tuple]
+    arrays: list[Axes],
+    held: list[list[Pieces]],
+    sizes: Sequence[int],
+    spread: dict[str, tuple],
+    remedies: dict[str, str],
 ) -> None:
     """Where an array is in more pieces than those that a device is to have."""
     for axes, pieces in zip(arrays, held, strict=True):
@@ -217,7 +226,7 @@ def _warn_of_gathering(
             along = [name for name, n in pieces_of.items() if n > _product(sizes, spread.get(name, ()))]
             logger.warning(
                 "attention on arrays in %d pieces, one or more for each device, is computed in %d, each by several devices: %s",
-                math.prod(pieces_of.values()), kept, "; ".join(REMEDIES.get(name, OTHERWISE) for name in along) or OTHERWISE,
+                math.prod(pieces_of.values()), kept, "; ".join(remedies.get(name, OTHERWISE) for name in along) or OTHERWISE,
             )  # fmt: skip
             return
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 MOST_RANGES = 8  # of sliding tiles; more are said by blocks
+FAR = 2**30  # no sequence is as long
 
 
 class _Arrays:
@@ -67,6 +68,13 @@ def _rows(value: Any, arrays: _Arrays) -> Any:
     return value[:, None] if value.ndim else value
 
 
+def _limit(name: str, size: int | None) -> int | None:
+    """Of a window; None for one that no place reaches, with which int32 could not count."""
+    if size is not None and not isinstance(size, int | np.integer):
+        raise TypeError(f"`{name}` must be an integer, or None for no limit: got {size!r}")
+    return None if size is None or size >= FAR else max(int(size), -FAR)
+
+
 def causal(queries: int, *, offset: Any = 0, like: Any = None) -> Any:
     """Query i sees keys 0 … i + offset; `offset`, a number or [B], is how many keys stand in a cache before the queries."""
     return window(queries, offset=offset, right=0, like=like)
@@ -76,10 +84,10 @@ def window(
     queries: int, left: int | None = None, right: int | None = None, *, offset: Any = 0, like: Any = None
 ) -> Any:
     """Query i sees keys i + offset - left … i + offset + right; None does not limit a side."""
-    arrays = _Arrays(like, offset)
+    arrays, left, right = _Arrays(like, offset), _limit("left", left), _limit("right", right)
     i = arrays.numbers(queries) + _rows(offset, arrays)
-    end = np.iinfo(np.int32).max if right is None else i + (right + 1)
-    return arrays.ranges((0 if left is None else i - left, end))
+    end = i * 0 + np.iinfo(np.int32).max if right is None else i + (right + 1)
+    return arrays.ranges((i * 0 if left is None else i - left, end))
 
 
 def prefix(queries: int, length: Any, *, like: Any = None) -> Any:
@@ -128,6 +136,11 @@ def documents(
     arrays = _Arrays(like, cu_seqlens, key_cu_seqlens)
     q_edges = arrays.array(cu_seqlens)
     k_edges = q_edges if key_cu_seqlens is None else arrays.array(key_cu_seqlens)
+    if q_edges.shape != k_edges.shape:
+        raise ValueError(
+            "`key_cu_seqlens` must have as many edges as `cu_seqlens`, one more than there are documents: got "
+            f"{tuple(k_edges.shape)} for {tuple(q_edges.shape)}"
+        )
     i = arrays.numbers(queries)
     count = q_edges.shape[0] - 1
     if count < 1:
@@ -137,7 +150,9 @@ def documents(
     d = d.clip(0, count - 1)
     k_first, k_end, q_end = k_edges[d], k_edges[d + 1], q_edges[d + 1]
     at = k_end - q_end + i  # the last query sees the last key
-    left, right = window
+    if not (isinstance(window, Sequence) and len(window) == 2):
+        raise TypeError(f"`window` must be a pair of integers or None, to the left and to the right: got {window!r}")
+    left, right = (_limit(f"window[{side}]", size) for side, size in enumerate(window))
     if is_causal:
         right = 0 if right is None else min(right, 0)
     maximum, minimum, where = arrays.module.maximum, arrays.module.minimum, arrays.module.where

@@ -30,6 +30,8 @@ class Causal(NamedTuple):
     left: int | None = None  # of a window
     documents: Tensor | None = None  # [B, L] where L = S: a query sees those of its own
 
+    ndim = 4  # to transformers, which asks a mask that was made before whether it is padding
+
 
 # ------------------------------------------------------------------------------------------------ what queries see
 
@@ -41,6 +43,8 @@ def mask(*, mask_function: Callable = causal_mask_function, **asked: Any) -> Ten
         asked.get(name, 0) for name in ("q_length", "kv_length", "q_offset", "kv_offset")
     )
     padding, end = asked.get("attention_mask"), first_key + keys
+    if isinstance(padding, Causal):  # made before, by `generate`
+        return padding
     # earlier versions tell positions instead; a static cache gives tensors
     told = "q_length" in asked and type(first) is int and type(first_key) is int
     if told and (padding is None or padding.shape[-1] >= end):

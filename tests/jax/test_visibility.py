@@ -29,6 +29,8 @@ CASES = {
     "causal-cache": (lambda like: visibility.causal(24, offset=[3, 9], like=like), two(lambda n: I + n >= J)),
     "window": (lambda like: visibility.window(24, 3, 1, like=like), (J >= I - 3) & (J <= I + 1)),
     "window-left": (lambda like: visibility.window(24, 3, like=like), J >= I - 3),
+    "window-none": (lambda like: visibility.window(24, like=like), J >= 0),
+    "window-without-end": (lambda like: visibility.window(24, 2**40, 2**31 - 1, like=like), J >= 0),
     "prefix": (lambda like: visibility.prefix(24, 7, like=like), (J <= I) | (J < 7)),
     "prefixes": (lambda like: visibility.prefix(24, [3, 9], like=like), two(lambda n: (J <= I) | (n > J))),
     "block-causal": (lambda like: visibility.block_causal(24, 5, like=like), J // 5 <= I // 5),
@@ -47,6 +49,9 @@ CASES = {
     "documents-window": (
         lambda like: visibility.documents(24, EDGES, KEY_EDGES, window=(2, 1), like=like),
         (OF == OF_KEYS) & (J >= AT - 2) & (J <= AT + 1),
+    ),
+    "documents-window-without-end": (
+        lambda like: visibility.documents(24, EDGES, KEY_EDGES, window=(2**31 - 1, 2**40), like=like), OF == OF_KEYS
     ),
     "documents-not-of-all": (
         lambda like: visibility.documents(24, [4, 9, 20], like=like),
@@ -129,6 +134,10 @@ def test_numbers_may_be_traced():
     [
         (lambda: visibility.block_causal(24, 0), "`block` must be positive: got 0"),
         (lambda: visibility.teacher_forcing(23, 5), "`queries` must be even"),
+        (
+            lambda: visibility.documents(24, EDGES, EDGES[1:]),
+            "`key_cu_seqlens` must have as many edges as `cu_seqlens`",
+        ),
         (lambda: visibility.sliding_tile((6, 8), (2,), (3, 3)), "`tile` must have a positive number for each axis"),
         (lambda: visibility.sliding_tile((6, 8), (4, 2), (3, 3)), "`grid` must be a multiple of `tile`"),
     ],

@@ -266,6 +266,26 @@ def test_generates_as_eager(name, cache):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
+def test_generates_with_windows_in_all_layers():
+    """transformers makes the masks of a static cache before, and hands them in as one."""
+    config = transformers.MistralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=5, pad_token_id=0,
+    )  # fmt: skip
+    options = dict(max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True)
+    runs = []
+    for implementation in ("flash_jvp", "eager"):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        runs.append(
+            model.double()
+            .eval()
+            .generate(tokens(2, 12) % 64, **options, output_logits=True, return_dict_in_generate=True)
+        )
+    for a, b in zip(*(run.logits for run in runs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_prompt_in_pieces(name):
     ids = tokens(2, L)
