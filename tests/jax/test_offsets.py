@@ -6,6 +6,7 @@ there than elsewhere, and errors may be twice its at the root of the mean square
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,25 +23,22 @@ from jax_flash_jvp.problem import Operands, Problem
 from offset_data import HIDING, OFFSETS, SEEING_ALL, B, D, L, N, check, derivatives, draw, feature
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def cases(names, interpreted):
+    """Of the reference, and of the kernels interpreted, of which CI alone runs those that are not named."""
+    for name in names:
+        yield pytest.param("xla", name, id=f"{name}-xla")
+        marks = [pytest.mark.thorough] * (name not in interpreted)
+        yield pytest.param("interpret", name, marks=marks, id=f"{name}-interpret")
+
+
+@pytest.mark.parametrize(("implementation", "name"), [*cases(OFFSETS, ("keys-16", "both"))])
 @pytest.mark.parametrize("scale", [D**-0.5, *(pytest.param(s, marks=pytest.mark.thorough) for s in (0.1, 0.3))])
-@pytest.mark.parametrize("offset", OFFSETS.values(), ids=OFFSETS)
-def test_offsets(implementation, offset, scale):
-    check(implementation, offset, scale)
-
-
-UNMARKED = ("lengths", "log-sum-exp", "causal")  # the others' kernels take minutes
+def test_offsets(implementation, name, scale):
+    check(implementation, OFFSETS[name], scale)
 
 
 @pytest.mark.parametrize(
-    ("implementation", "name"),
-    [
-        *(("xla", name) for name in (*SEEING_ALL[1:], *HIDING)),
-        *(
-            pytest.param("interpret", name, marks=[pytest.mark.thorough] * (name not in UNMARKED))
-            for name in (*SEEING_ALL[1:], *HIDING)
-        ),
-    ],
+    ("implementation", "name"), [*cases((*SEEING_ALL[1:], *HIDING), ("lengths", "log-sum-exp", "causal"))]
 )
 def test_features(implementation, name):
     check(implementation, (4, 2), **feature(name))
@@ -53,7 +51,7 @@ def test_sharp_attention(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
-@pytest.mark.parametrize("offset", [(0, 0), (4, 2)], ids=["none", "both"])
+@pytest.mark.parametrize("offset", [pytest.param((0, 0), marks=pytest.mark.thorough), (4, 2)], ids=["none", "both"])
 def test_gradient_along_the_scale(implementation, offset):
     """Most terms of it cancel: of naive attention it errs by some 1e-3, of dQ, rounded, it would by 1e-1.  Powers of two, with
     which queries are not rounded."""
@@ -79,8 +77,9 @@ def test_a_bias_that_keys_share_has_no_gradient(implementation):
     assert not jax.jvp(jax.grad(loss), (bias,), (bias + 1,))[1].any()
 
 
-@pytest.mark.parametrize("feature", ["causal", "window", "mask", "bias", "segments"])
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize(
+    ("implementation", "feature"), [*cases(("causal", "window", "mask", "bias", "segments"), ("causal", "mask"))]
+)
 def test_hidden_keys_reach_no_gradient(implementation, feature):
     """Whatever they are: no part of what other rows' keys, or keys that no row sees, have in common."""
     q, k, v, g, t_q, t_k, _ = (jnp.asarray(a, jnp.bfloat16) for a in draw((4, 2)))
@@ -217,8 +216,19 @@ def check_hopper(launcher, offset, dtype="bfloat16", name="none"):
             assert error <= 2 * allowed, f"{name}, head {head}: error {error:.2g}, naive {allowed:.2g}"
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("offset", [(0, 0), (4, 0), (16, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("offset", "dtype"),
+    [
+        ((4, 0), np.float16),
+        ((16, 4), jnp.bfloat16),
+        *(
+            pytest.param(offset, dtype, marks=pytest.mark.thorough)
+            for offset, dtype in itertools.product([(0, 0), (4, 0), (16, 4)], [jnp.bfloat16, np.float16])
+            if (offset, dtype) not in (((4, 0), np.float16), ((16, 4), jnp.bfloat16))
+        ),
+    ],
+    ids=str,
+)
 def test_hopper(offset, dtype):
     check_hopper(gluon_on_numpy.Launcher(), offset, dtype)
 
