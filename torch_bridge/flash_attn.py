@@ -94,6 +94,8 @@ def flash_attn_func(
     context = context_of_call(q)
     check_flag("causal", causal)
     check_flag("return_attn_probs", return_attn_probs)
+    if isinstance(dropout_p, bool):
+        raise TypeError(f"`dropout_p` must be a number: got {dropout_p}; causality is asked for by causal=True")
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale)
     if alibi_slopes is not None:
