@@ -44,6 +44,7 @@ from measure import (
     in_turns,
     parse,
     prepare,
+    write,
 )
 
 HEADS = {64: 32, 128: 24}
@@ -85,7 +86,7 @@ def run(framework: ModuleType, options: argparse.Namespace) -> tuple[list[Row], 
                     else:
                         prepared[who] = outcome
                 rows += time_job(framework, job, case, prepared, options)
-                write(rows, options.output.with_suffix(".csv"))
+                write(options.output.with_suffix(".csv"), Row._fields, rows)
                 prepared.clear()
                 framework.release()
     return rows, all_right
@@ -103,12 +104,6 @@ def time_job(framework: ModuleType, job: str, case: Case, prepared: dict[str, Pr
             flush=True,
         )
     return rows
-
-
-def write(rows: list[Row], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows([Row._fields, *rows])
 
 
 def read(path: Path) -> list[Row]:

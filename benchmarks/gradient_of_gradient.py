@@ -11,7 +11,6 @@ Every contender is first checked against float64 on one head, and may err twice 
 """
 
 import argparse
-import csv
 import functools
 import importlib
 import sys
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from measure import add_timing_options, in_turns, parse, relative_errors
+from measure import add_timing_options, in_turns, parse, relative_errors, write
 
 COLUMNS = ("framework", "who", "queries", "keys", "heads", "head_dim", "milliseconds", "temporary_mib")
 
@@ -200,9 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
         shape = Shape(options.chunk, options.window, *map(int, sizes.split("x")))
         more, right = measure(options.framework, shape, options)
         rows, good = rows + more, good and right
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with open(options.output.with_suffix(".csv"), "w", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, *rows])
+    write(options.output.with_suffix(".csv"), COLUMNS, rows)
     return 0 if good else 1
 
 

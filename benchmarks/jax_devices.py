@@ -4,9 +4,7 @@ Each way is first compared with one GPU: a way that fails is reported and not ti
 Memory is what the compiler plans for a GPU: arguments, results and temporaries.
 """
 
-import csv
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from devices import ONE, PRODUCTS, Row, rows_of, tolerance
 from jax_calls import describe, draw
 from jax_flash_jvp import dot_product_attention, reorder_zigzag, restore_zigzag
-from measure import Case, timed
+from measure import Case, timed, write
 
-PRODUCTS = {"forward": 2, "forward + JVP": 6, "forward + backward": 7, "JVP + dual backward": 21}
-ONE, SEQUENCE = "one GPU", PartitionSpec(None, "devices")
+SEQUENCE = PartitionSpec(None, "devices")
 JOBS: dict[str, Callable] = {  # of q, k, v, their tangents, and the cotangents of the output and of its tangent
     "forward": lambda f, x, tx, g, h: f(*x),
     "forward + JVP": lambda f, x, tx, g, h: jax.jvp(f, x, tx),
@@ -33,20 +31,6 @@ JOBS: dict[str, Callable] = {  # of q, k, v, their tangents, and the cotangents 
 class Way(NamedTuple):
     attend: Callable
     order: str = "contiguous"
-
-
-class Row(NamedTuple):
-    job: str
-    who: str
-    devices: int
-    length: int
-    heads: int
-    head_dim: int
-    feature: str
-    milliseconds: float
-    times_one: float  # how many times as fast as one GPU
-    mib: float
-    of_one_mib: float
 
 
 def ways(mesh: jax.sharding.Mesh, causal: bool) -> dict[str, Way]:
@@ -100,7 +84,7 @@ def measure(case: Case, options: Any) -> list[Row]:
                 shards = [jax.device_put(there(a), NamedSharding(mesh, SEQUENCE)) for a in arrays]
                 call, mib = compiled(name, way.attend, shards)
                 error = difference(call(), expected, n, way.order)
-                if not error < (2e-2 if case.dtype.endswith("16") else 1e-4):
+                if not error < tolerance(case):
                     raise ValueError(f"differs from one GPU by {error:.2g}")
             except Exception as problem:
                 print(f"{name}, {who}, {case}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
@@ -111,16 +95,9 @@ def measure(case: Case, options: Any) -> list[Row]:
             for who in [*calls][turn % len(calls) :] + [*calls][: turn % len(calls)]:
                 time.sleep(options.rest)
                 times[who].append(timed(calls[who], jax.block_until_ready, options.seconds))
-        medians = {who: statistics.median(samples) for who, samples in times.items()}
-        for who, ms in medians.items():
-            shape = n, *case[1:4], case.feature
-            rows.append(Row(name, who, *shape, ms, medians[ONE] / ms, memory[who], one_mib))
-            rate = case.operations(PRODUCTS[name]) / ms * 1e-9
-            print(
-                f"{name:19s} {who:22s} {case}: {ms:8.2f} ms, {medians[ONE] / ms:.2f} times one GPU, {rate:6.0f} TFLOP/s; "
-                f"{memory[who]:.0f} MiB, one GPU {one_mib:.0f}",
-                flush=True,
-            )
+        for row, text in rows_of(name, case, n, times, memory).items():
+            rows.append(row)
+            print(text, flush=True)
     return rows
 
 
@@ -133,10 +110,7 @@ def run(options: Any) -> int:
     for heads, head_dim in zip(options.heads, options.head_dims, strict=True):
         for length in options.lengths:
             rows += measure(Case(options.batch, length, heads, head_dim, options.feature, options.dtype), options)
-    path = options.output.with_suffix(".csv")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows([Row._fields, *rows])
+    write(options.output.with_suffix(".csv"), Row._fields, rows)
     return 0
 
 

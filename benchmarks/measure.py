@@ -3,9 +3,11 @@
 `framework` is one of the modules jax_calls and torch_calls, which offer the same names.
 """
 
+import csv
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -195,3 +197,10 @@ def parse(parser: Any, arguments: list[str] | None) -> Any:
     if options.quick:
         options.rounds, options.rest = 3, 0.0
     return options
+
+
+def write(path: Path, columns: Iterable[str], rows: Iterable[Sequence]) -> None:
+    """A table, in a folder that is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([columns, *rows])

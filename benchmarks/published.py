@@ -17,12 +17,11 @@ anything but memory stood in the way of a result.
 """
 
 import argparse
-import csv
 import sys
 from pathlib import Path
 
 import torch_calls as framework
-from measure import Case, Contender, Failure, Oracle, add_timing_options, in_turns, parse, prepare
+from measure import Case, Contender, Failure, Oracle, add_timing_options, in_turns, parse, prepare, write
 
 EVERYONE: dict[str, Contender] = framework.CONTENDERS | framework.EAGER
 BENCHED = {  # contenders in jvp_bench; the forward is its sanity check
@@ -78,9 +77,7 @@ class Table:
 
     def write(self) -> None:
         columns = (*Case._fields, "milliseconds", "operations", "tflops", "of_matmul", "peak_mib")
-        self.options.output.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.options.output.with_suffix(".csv"), "w", newline="") as file:
-            csv.writer(file).writerows([("job", "who", *columns), *self.rows])
+        write(self.options.output.with_suffix(".csv"), ("job", "who", *columns), self.rows)
 
 
 def jvp_bench(table: Table, options: argparse.Namespace) -> None:

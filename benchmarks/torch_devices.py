@@ -5,10 +5,8 @@ once, and a figure is the median over rounds of the slowest process.  Memory is 
 """
 
 import contextlib
-import csv
 import datetime
 import functools
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,14 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.func import jvp
 
-from measure import Case
+from devices import ONE, PRODUCTS, Row, rows_of, tolerance
+from measure import Case, write
 from torch_bridge import reorder_zigzag, scaled_dot_product_attention
 from torch_bridge.exchange import move
 from torch_bridge.groups import Group
 
-PRODUCTS = {"forward": 2, "forward + JVP": 6, "forward + backward": 7, "JVP + dual backward": 21}
 PLAIN = ("forward", "forward + backward")
-ONE = "one GPU"
 
 
 class Way(NamedTuple):
@@ -34,20 +31,6 @@ class Way(NamedTuple):
     order: str = "contiguous"
     jobs: tuple[str, ...] = tuple(PRODUCTS)
     context: Callable = contextlib.nullcontext  # within which it is called
-
-
-class Row(NamedTuple):
-    job: str
-    who: str
-    devices: int
-    length: int
-    heads: int
-    head_dim: int
-    feature: str
-    milliseconds: float
-    times_one: float  # how many times as fast as one GPU
-    mib: float
-    of_one_mib: float
 
 
 def ways(n: int, causal: bool, device: str) -> dict[str, Way]:
@@ -178,7 +161,7 @@ def measure(case: Case, options: Any, device: str) -> list[Row]:
             try:
                 with way.context():
                     error = slowest(compare(call(), expected, n, way.order), device)
-                    if not error < (2e-2 if case.dtype.endswith("16") else 1e-4):
+                    if not error < tolerance(case):
                         raise ValueError(f"differs from one GPU by {error:.2g}")
                     memory[who] = peak(call, device, held // n)
             except Exception as problem:
@@ -196,15 +179,9 @@ def measure(case: Case, options: Any, device: str) -> list[Row]:
                         call()
                     times[who].append(timed(call, device, options.seconds, estimate / (1 if who == ONE else n)))
                 time.sleep(options.rest)
-        medians = {who: statistics.median(samples) for who, samples in times.items()}
-        for who, ms in medians.items():
-            shape = n, *case[1:4], case.feature
-            rows.append(Row(name, who, *shape, ms, medians[ONE] / ms, memory[who], memory[ONE]))
-            rate = case.operations(PRODUCTS[name]) / ms * 1e-9
-            say(
-                f"{name:19s} {who:18s} {case}: {ms:8.2f} ms, {medians[ONE] / ms:.2f} times one GPU, {rate:6.0f} TFLOP/s; "
-                f"{memory[who]:.0f} MiB, one GPU {memory[ONE]:.0f}"
-            )
+        for row, text in rows_of(name, case, n, times, memory).items():
+            rows.append(row)
+            say(text)
     return rows
 
 
@@ -231,10 +208,7 @@ def worker(rank: int, options: Any, folder: str) -> None:
                 Case(options.batch, length, heads, head_dim, options.feature, options.dtype), options, device
             )
     if rank == 0:
-        path = options.output.with_suffix(".csv")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([Row._fields, *rows])
+        write(options.output.with_suffix(".csv"), Row._fields, rows)
     dist.destroy_process_group()
 
 
