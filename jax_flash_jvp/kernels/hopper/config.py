@@ -108,7 +108,7 @@ KEYS = {
     (256, "tangent"): Split(32, 6, False),  # likewise
 }
 QUERY_SIDE = {
-    (32, "plain"): Ring(64, 12, True, 3, deferred=True),  # H200, 2026-11-23, L = 8192
+    (32, "plain"): Ring(64, 12, True, 3, deferred=True),  # H200, 2026-11-23, L = 8192; deferred: not timed
     (32, "dual"): Ring(64, 16, False),  # likewise
     (32, "tangent"): Ring(64, 16, False),  # not measured
     # H100, 2026-11-27, L = 256 to 2048: 0.99 to 1.01 of the backward's time by being deferred, at 2048 0.99
