@@ -30,7 +30,9 @@ class Causal(NamedTuple):
     left: int | None = None  # of a window
     documents: Tensor | None = None  # [B, L] where L = S: a query sees those of its own
 
-    ndim = 4  # to transformers, which asks a mask that was made before whether it is padding
+    @property
+    def ndim(self) -> int:  # transformers asks a mask that was made before whether it is padding
+        return 4
 
 
 # ------------------------------------------------------------------------------------------------ what queries see
