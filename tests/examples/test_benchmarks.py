@@ -18,6 +18,7 @@ import jax_calls  # noqa: E402
 import measure  # noqa: E402
 import published  # noqa: E402
 import torch_calls  # noqa: E402
+import visibility  # noqa: E402
 from measure import PRODUCTS, Case, Contender, Oracle  # noqa: E402
 
 torch.set_num_threads(1)
@@ -94,6 +95,19 @@ def test_attention(name, jobs, feature, tmp_path, capsys):
     assert {(r.batch, r.feature) for r in rows} == {(2, feature)}
     benchmark.plot([*rows, *(r._replace(who="another") for r in rows)], tmp_path / "both.png")
     assert "WRONG" not in capsys.readouterr().out
+
+
+def test_ways_to_say_who_sees_whom(tmp_path, capsys, monkeypatch):
+    arguments = [*TINY, "--dtype", "float32", "--output", str(tmp_path / "out"), "--longest-mask", "32"]
+    assert visibility.main(arguments) == 0
+    with open(tmp_path / "out.csv", newline="") as file:
+        ways = [row["way"] for row in csv.DictReader(file)]
+    assert ways[0] == visibility.ALL
+    assert len(ways) == 10
+    monkeypatch.setattr(visibility, "by_segments", lambda ids: torch_calls.ours)  # which would see other documents
+    monkeypatch.setattr(torch_calls, "ours", lambda q, k, v, **_: torch_calls.naive_attention(q, k, v))
+    assert visibility.main([*arguments, "--ways", "documents, segment ids", "documents, cu_seqlens"]) == 1
+    assert "documents, segment ids, H2 L32 D16: WRONG" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
