@@ -78,6 +78,7 @@ def test_script_runs_and_resumes(case, tmp_path, monkeypatch):
         assert resumed[figure] == whole[figure]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("done", [False, True], ids=["", "done"])
 @pytest.mark.parametrize("script", ["scm_torch", "scm_jax"])
 def test_stopped_in_the_first_stage(script, done, tmp_path, monkeypatch):

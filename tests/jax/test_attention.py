@@ -539,6 +539,7 @@ def test_names_are_resolved_lazily():
         _ = jax_flash_jvp.attention_of_nobody
 
 
+@pytest.mark.thorough
 def test_numpy_as_strict_as_can_be():
     """No implicit promotion of dtypes or of ranks, in bfloat16 and float32."""
     ids = jnp.zeros((1, 300), jnp.int32)

@@ -304,6 +304,7 @@ def test_only_wanted_gradients_are_computed():
         assert wanted == set(np.atleast_1d(argnums))
 
 
+@pytest.mark.thorough
 def test_float64_enabled_around_the_call_alone():
     """What is lowered, or applied, where it is no longer enabled stays float64."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 4)), jnp.float32)

@@ -194,7 +194,7 @@ def check(case, implementation, dtype, D=4, product_epsilon=0):
     ("implementation", "dtype", "head_dim", "B", "T", "S"),
     [
         ("interpret", "float32", 4, 2, 34, 50),
-        ("interpret", "float32", 4, 2, 32, 48),  # whole tiles
+        pytest.param("interpret", "float32", 4, 2, 32, 48, marks=pytest.mark.thorough),  # whole tiles
         ("xla", "float32", 4, 2, 34, 50),
         pytest.param("portable", "float32", 64, 2, 34, 50, marks=pytest.mark.gpu),
         *(
@@ -339,7 +339,7 @@ def test_bits_are_looked_up(C, S):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])
+@pytest.mark.parametrize("by_key", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["", "by-key"])
 @pytest.mark.parametrize("kind", ["mask", "segments", "ranges"])
 def test_tiles_are_looked_at(kind, by_key):
     """What is said of a tile is what is to be seen there: exactly, if a single limit cuts it, and else no less."""
@@ -490,6 +490,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("module", "old", "new", "case"), MUTANTS.values(), ids=MUTANTS)
 def test_broken_kernels_fail(module, old, new, case, broken_kernels):
     broken_kernels(module, old, new)
@@ -559,7 +560,7 @@ def test_vmap(implementation):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("implementation", [pytest.param("interpret", marks=pytest.mark.thorough), "xla"])
 def test_vmap_does_not_copy_a_shared_bias(implementation, monkeypatch):
     n, B, N, T, S = 2, 2, 2, 5, 18
     q, k, v = (jnp.asarray(oracle.normal(i, n, B, length, N, 4), jnp.float32) for i, length in enumerate((T, S, S)))

@@ -116,6 +116,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("old", "new"), MUTANTS.values(), ids=MUTANTS)
 def test_broken_kernels_fail(old, new, broken_kernels):
     broken_kernels(backward, old, new)
@@ -150,6 +151,7 @@ def test_broken_means_of_rows_fail(module, old, new, broken_kernels):
         check_both()
 
 
+@pytest.mark.thorough
 def test_delta_is_corrected(broken_kernels):
     """Which leaves dK less than the half of naive attention's error, that of rounding dP."""
     arrays = [np.asarray(a, jnp.bfloat16).astype(np.float64) for a in draw((4, 4))]

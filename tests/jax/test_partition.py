@@ -64,9 +64,10 @@ def check(function, x, spec, gathers=False, **how):
 
 BATCH, HEADS = PartitionSpec("devices"), PartitionSpec(None, None, "devices")
 CONTEXTS = {"auto": {}, "set-mesh": dict(set_mesh=True), "explicit": dict(kind=AxisType.Explicit)}
+NAMES = ["auto", pytest.param("set-mesh", marks=pytest.mark.thorough), "explicit"]
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", NAMES)
 @pytest.mark.parametrize(
     ("spec", "heads", "shard"),
     [(BATCH, (N, K), ((2, T, N, H), K)), (HEADS, (N, K), ((B, T, 2, H), 1)), (HEADS, (2, 2), ((B, T, 1, H), 1))],
@@ -138,7 +139,7 @@ def test_results_say_how_to_cut(computed):
     assert ("forward", (2, T, N, H), K) in computed
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", NAMES)
 @pytest.mark.parametrize("heads", [1, N])
 def test_gradients_of_a_bias_are_summed_over_the_devices(context, heads, computed):
     """Of one that all entries of the batch share, or all heads too."""
@@ -250,7 +251,7 @@ def second_order(*x):
     return attend(*x), jax.jvp(gradient, x, x)
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", NAMES)
 @pytest.mark.parametrize(
     ("strategy", "heads", "shard"),
     [("ulysses", (N, K), ((B, T, 2, H), 1)), ("ring", (3, 1), ((B, T // 2, 3, H), 1))], ids=EXCHANGES,

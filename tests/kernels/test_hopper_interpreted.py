@@ -693,6 +693,7 @@ def test_broken_kernels_fail(several_blocks, old, new, late):
         several_blocks(launcher)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 def test_whole_kernels_pass(several_blocks, late):
     several_blocks(gluon_on_numpy.Launcher(late=late, multiprocessors=1))

@@ -112,6 +112,7 @@ def test_half_precision(shape, dtype):
     check(shape, dtype)
 
 
+@pytest.mark.thorough
 @settings(max_examples=5, derandomize=True, deadline=None, database=None)
 @given(
     shape=st.builds(
@@ -284,6 +285,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("module", "old", "new", "shape"), MUTANTS.values(), ids=MUTANTS)
 def test_broken_kernels_fail(module, old, new, shape, broken_kernels):
     broken_kernels(module, old, new)

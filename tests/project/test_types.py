@@ -51,6 +51,7 @@ def checked(tmp_path, monkeypatch):
     return check
 
 
+@pytest.mark.thorough
 def test_results_go_by_what_is_asked_for(checked):
     assert checked(PROGRAM) == (0, "Success: no issues found in 1 source file\n")
 

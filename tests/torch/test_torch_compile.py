@@ -71,7 +71,7 @@ def step(run, f, arguments, attention=sdpa):
     return gradients(Model(attention), lambda net: run(net, *arguments, *data))
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", STEPS)
 def test_step(name, fullgraph):
     f, arguments, launches = STEPS[name]
@@ -80,6 +80,7 @@ def test_step(name, fullgraph):
     check(lambda: step(run, f, arguments), lambda: step(f, f, by_jvp, naive), launches)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["func-stopped", pytest.param("plain", marks=pytest.mark.slow)])
 def test_step_by_inductor(name):
     f, arguments, launches = STEPS[name]

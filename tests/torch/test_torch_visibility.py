@@ -93,6 +93,7 @@ def jobs(x, mask, selection, options, launcher=None):
     return {name: [a for a in run(name, case, x, **groups) if a is not None] for name, groups in calls.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["documents", pytest.param("heads", marks=pytest.mark.slow)])
 def test_kernels_of_block_masks(case):
     mod, batch, heads, size = MASKS[case]
