@@ -267,9 +267,8 @@ def merge(y: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     lse = torch.logaddexp(y["lse"], other["lse"])
     w = (other["lse"] - lse).exp_().masked_fill_(lse == -torch.inf, 0)  # of the others
     y["lse"].copy_(lse)
-    difference = other["o"] - y["o"]
     if "mu" in y:
         between = (1 - w).mul_(w).mul_(other["mu"] - y["mu"])
         y["mu"].lerp_(other["mu"], w)
-        y["t_o"].lerp_(other["t_o"], w[..., None]).addcmul_(between[..., None], difference)
-    y["o"].addcmul_(w[..., None], difference)
+        y["t_o"].lerp_(other["t_o"], w[..., None]).addcmul_(between[..., None], other["o"] - y["o"])
+    y["o"].lerp_(other["o"], w[..., None])
