@@ -32,9 +32,14 @@ SPILL = {
 SPILL_MORE = {
     ("tangent", 64, "window-lengths"): 780,
     ("forward_dual", 64, "long-window-lengths"): 640,
+    # which knows means of rows, too
     ("query_side_dual", 64, "whole"): 200,
+    ("query_side_dual", 64, "persistent"): 350,
     ("query_side_dual", 64, "ahead"): 450,
     ("query_side_dual", 64, "ahead-ragged"): 530,
+    ("query_side_dual", 64, "window-lengths"): 620,
+    ("query_side_dual", 128, "window-lengths"): 690,
+    ("query_side_dual", 192, "whole"): 200,
     ("query_side_tangent", 128, "whole"): 250,
     **dict.fromkeys(itertools.product(("query_side_dual", "key_side_dual"), (256,), SPILL), 1600),
     **dict.fromkeys(itertools.product(("key_side_dual",), (192,), SPILL), 700),
