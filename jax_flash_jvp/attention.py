@@ -175,7 +175,8 @@ def dot_product_attention(
       dropout_key: a key of jax.random, from which the same are dropped in every derivative.
       context_axis: inside `jax.shard_map`, the axis or axes of the mesh over whose devices the sequence is divided, queries and
         keys alike: T and S are then those of a shard, and so are segment ids; lengths are those of the sequence, a `mask` or
-        `bias` has the rows of the shard and all columns.  Outside, None: there JAX knows how arrays are divided.
+        `bias` has the rows of the shard and all columns, `key_ranges` have the rows of the shard and places in the
+        sequence.  Outside, None: there JAX knows how arrays are divided.
       context_strategy: "ulysses" exchanges shards of the sequence for shards of the heads, "ring" sends keys and values around,
         "all_gather" gives them to every device.  None: "ulysses" where the devices divide K and neither `bias` nor `mask`
         varies along the queries, else "ring".
@@ -248,12 +249,12 @@ def dot_product_attention(
     rate = dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
     given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
     x = Operands(*given.values())
-    context = _context(context_axis, context_strategy, context_order)
+    context = context_of(context_axis, context_strategy, context_order, query=x.query.shape[1], key=x.key.shape[1])
     mask_block = _mask_block(mask_block_size, x.mask)
-    if context is not None:
-        for name, given_one in (("key_ranges", x.key_ranges), ("mask_block_size", mask_block)):
-            if given_one is not None:
-                raise ValueError(f"`{name}` does not go with a `context_axis`: say it in segments, windows or a `mask`")
+    if context is not None and mask_block is not None:
+        raise ValueError(
+            "`mask_block_size` does not go with a `context_axis`: say it in `key_ranges`, or in a `mask` without blocks"
+        )
     check_operands(x, x.key.shape[1] * (1 if context is None else context.devices), mask_block)
     if context is not None:
         for name, ids in segments.items():
@@ -423,8 +424,8 @@ def _seed(key: Any, batch: int) -> jax.Array:
     return jnp.pad(numbers, ((0, 0), (0, 3)))
 
 
-def _context(axis: Any, strategy: Any, order: Any) -> Context | None:
-    """The devices that share the sequence, in a ring unless something else is found to be better."""
+def context_of(axis: Any, strategy: Any, order: Any, **rows: int) -> Context | None:
+    """The devices that share the sequence, in a ring unless something else is found to be better; each has so many rows."""
     if order not in ORDERS:
         raise ValueError(f"`context_order` must be one of {ORDERS}: got {order!r}")
     if axis is None:
@@ -448,6 +449,12 @@ def _context(axis: Any, strategy: Any, order: Any) -> Context | None:
             f"`context_axis` must name axes of a jax.shard_map around the call: got {axis!r}; outside of one leave it None: "
             "arrays that are sharded along the sequence are divided as they are"
         ) from None
+    for name, n in rows.items():
+        if order == "zigzag" and n % 2:
+            raise ValueError(
+                f"`{name}` must be two chunks of a sequence in zig-zag order: got {n} rows on each device; pad the sequence to a "
+                f"multiple of {2 * devices}"
+            )
     return Context(axes, devices, "ring", order)
 
 
@@ -459,12 +466,6 @@ def _shared(
         name for name, a in (("bias", x.bias), ("mask", x.mask)) if a is not None and (a.shape[2] > 1 or name == "bias")
     ]
     chosen = strategy_of(strategy, context.devices, x.key.shape[2], rows)
-    for name, a in (("query", x.query), ("key", x.key)):
-        if context.order == "zigzag" and a.shape[1] % 2:
-            raise ValueError(
-                f"`{name}` must be two chunks of a sequence in zig-zag order: got {a.shape[1]} rows on each device; pad the "
-                f"sequence to a multiple of {2 * context.devices}"
-            )
     if context.devices == 1:
         return problem, x, None
     if chosen == "ulysses":

@@ -1,6 +1,6 @@
 """One sequence over several devices: what is so in every framework.
 
-Imports no framework: plans are tuples of numbers, and `merged` and `lengths_in` are given jax.numpy or torch as `xp`.
+Imports no framework: plans are tuples of numbers, and functions of arrays are given jax.numpy or torch as `xp`.
 
 The devices of a ring hold equal shards of a sequence.  Rows (queries, and what belongs to them) stay; columns (keys, values and
 their tangents, and the gradients that they collect) travel once around, so that at step s device i computes on the columns of
@@ -60,7 +60,13 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 def lengths_in(xp: Any, lengths: Any, starts: Sequence[Any], size: int) -> Any:
     """How much of lengths [*, B] lies in chunks of this size, which begin at these places, the first ones first."""
-    return sum(xp.clip(lengths - start, 0, size) for start in starts)
+    return sum(xp.clip(lengths, start, start + size) - start for start in starts)
+
+
+def ranges_in(xp: Any, ranges: Any, starts: Sequence[Any], size: int) -> Any:
+    """Ranges [*, R, 2] of places in such chunks, which stand one behind the other: R for each."""
+    chunks = (xp.clip(ranges, start, start + size) - start + i * size for i, start in enumerate(starts))
+    return xp.concatenate([*chunks], -2)
 
 
 # ------------------------------------------------------------------------------------------------ the plan

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import tree_flatten, tree_unflatten
 
-from jax_flash_jvp.context import Block, Context, chunks_of, lengths_in, merged, plan
+from jax_flash_jvp.context import Block, Context, chunks_of, lengths_in, merged, plan, ranges_in
 from jax_flash_jvp.exchange import from_zigzag, kinds_of, to_zigzag
 from jax_flash_jvp.kernel_primitive import vary_as
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
@@ -69,7 +69,7 @@ class Shards:
         arrived, cut = iter(columns), []
         for a, (kind, axis) in zip(leaves, kinds_of(args), strict=True):
             if kind == "rows" or (kind == "scores" and a.shape[2] > 1):
-                a = _sliced(a, axis if kind == "rows" else 2, block.rows, self.row_chunk)
+                a = _sliced(a, axis, block.rows, self.row_chunk)
             if kind == "columns":
                 a = _sliced(next(arrived), axis, block.columns, self.column_chunk)
             if kind == "scores" and a.shape[3] > 1 and not self.gathered:
@@ -82,6 +82,8 @@ class Shards:
             x = x._replace(query_lengths=lengths_in(jnp, x.query_lengths, rows, self.row_chunk))
         if x.key_lengths is not None:
             x = x._replace(key_lengths=lengths_in(jnp, x.key_lengths, columns, self.column_chunk))
+        if x.key_ranges is not None:
+            x = x._replace(key_ranges=ranges_in(jnp, x.key_ranges, columns, self.column_chunk))
         if x.seed is not None:
             places = jnp.stack([jnp.asarray(n, jnp.int32) for n in (rows[0], columns[0])])
             x = x._replace(seed=jnp.concatenate([x.seed[:, :3], x.seed[:, 3:] + places], 1))
@@ -103,7 +105,9 @@ class Shards:
             row = block.rows[0] * self.row_chunk if whole.shape[2] > 1 else 0
             starts = self.column_starts(block, step)
             for piece, column in zip(jnp.split(part, len(starts), 3), starts, strict=True):
-                at = (0, 0, row, column)
+                at = [
+                    jnp.asarray(n, jnp.int32) for n in (0, 0, row, column)
+                ]  # with x64 numbers would be of another type
                 whole = lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, at, piece.shape) + piece, at)
             return whole
         parts, chunk = (block.rows, self.row_chunk) if kind == "rows" else (block.columns, self.column_chunk)

@@ -12,9 +12,10 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from jax_flash_jvp.context import Context, zigzag_positions
 from jax_flash_jvp.problem import Operands
 
-KINDS = Operands(
-    "rows", "columns", "columns", "scores", "scores", None, None, "rows", "columns", None
-)  # what else there is, all devices have alike
+KINDS = Operands(  # and which axis the rows or columns are; what else there is, all devices have alike
+    ("rows", 1), ("columns", 1), ("columns", 1), ("scores", 2), ("scores", 2), query_segments=("rows", 1),
+    key_segments=("columns", 1), key_ranges=("rows", 2),
+)  # fmt: skip
 
 
 def reorder_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
@@ -34,7 +35,7 @@ def restore_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
 def kinds_of(part: Any) -> Iterator[tuple[str | None, int]]:
     """Of each leaf of a job's arguments or results, its kind, and which axis the rows or columns are."""
     if isinstance(part, Operands):
-        yield from ((kind, 1) for kind, a in zip(KINDS, part, strict=True) if a is not None)
+        yield from (kind or (None, 0) for kind, a in zip(KINDS, part, strict=True) if a is not None)
     elif part is not None and any(isinstance(a, tuple | list) for a in part):
         for a in part:
             yield from kinds_of(a)
@@ -49,9 +50,10 @@ def kinds_of(part: Any) -> Iterator[tuple[str | None, int]]:
 
 def _exchanged(exchange: Callable, tree: Any, context: Context) -> Any:
     leaves, structure = tree_flatten(tree)
-    axes = [axis if kind in ("rows", "columns") else 2 if kind == "scores" else None for kind, axis in kinds_of(tree)]
-    moves = [axis is not None and a.shape[axis] > 1 for a, axis in zip(leaves, axes, strict=True)]
-    moved = [exchange(a, axis, context) if m else a for a, axis, m in zip(leaves, axes, moves, strict=True)]
+    moved = [
+        exchange(a, axis, context) if kind is not None and a.shape[axis] > 1 else a
+        for a, (kind, axis) in zip(leaves, kinds_of(tree), strict=True)
+    ]
     return tree_unflatten(structure, moved)
 
 
@@ -112,6 +114,11 @@ def _rearranged(tree: Any, context: Context, back: bool) -> Any:
         x = tree._replace(query=swapped[0], key=swapped[1], value=swapped[2])
         gather = lambda a: None if a is None else in_order(a, a.ndim - 1, context)
         x = x._replace(query_segments=gather(x.query_segments), key_segments=gather(x.key_segments))
+        ranges = x.key_ranges
+        if ranges is not None:
+            one = ranges.shape[-4] == 1  # for all heads
+            ranges = in_order(ranges, ranges.ndim - 3, context) if one else _swapped(ranges, -3, -4, context, back)
+            x = x._replace(key_ranges=ranges)
         device = lax.axis_index(context.axes)
         if x.mask is not None and x.mask.shape[-3] > 1:
             heads = x.mask.shape[-3] // context.devices

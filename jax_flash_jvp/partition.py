@@ -51,8 +51,8 @@ REMEDIES = {
     "value": "channels are not cut; cut heads",
 }
 WHOLE = (
-    "`key_ranges` and `mask_block_size` speak of the whole sequence, which is not cut beside them: say it by a mask, segments or "
-    "a window"
+    "a mask with a `mask_block_size` speaks of the whole sequence, which is not cut beside it: say it by `key_ranges`, a mask "
+    "without blocks, segments or a window"
 )
 Axes = list[tuple[str, int]]  # of an array: name and length
 Spread = dict[str, tuple[str, ...]]  # over which axes of a mesh each axis is spread
@@ -90,8 +90,7 @@ def on_shards(job: Callable, problem: Problem, *args: Any, label: str) -> Any:
     out_tree, ins, outs = jax.tree.structure(results), _axes(args), _axes(results)
     query_heads, key_heads = args[0].query.shape[-2], args[0].key.shape[-2]
     lengths = {name: n for axes in ins for name, n in axes if n > 1} | {"heads": key_heads}
-    # what ranges and blocks say of the whole sequence holds for no part of it
-    whole = args[0].key_ranges is not None or problem.mask_block is not None
+    whole = problem.mask_block is not None  # blocks need not end where a part does
     free = {name for name in lengths if name in CUT or name.startswith("lead")} - {*(SEQUENCE if whole else ())}
 
     @functools.partial(jax.jit, static_argnums=0)  # constants are its own: `custom_partitioning` takes none

@@ -3,11 +3,13 @@
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash_jvp import visibility
-from jax_flash_jvp.attention import as_array, dot_product_attention
+from jax_flash_jvp.attention import as_array, context_of, dot_product_attention
+from jax_flash_jvp.context import Order, Strategy, chunks_of
 from jax_flash_jvp.problem import Implementation, check_cu_seqlens, window_of
 
 
@@ -20,6 +22,12 @@ class Options(TypedDict, total=False):
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: ArrayLike | None
+    context_axis: str | tuple[str, ...] | None
+    context_strategy: Strategy | None
+    context_order: Order
+
+
+CONTEXT = dict(axis=None, strategy=None, order="contiguous")
 
 
 @overload
@@ -56,7 +64,8 @@ def varlen_attention(
       is_causal, local_window_size: count from the lower right corner of each sequence, as in flash-attn: its last query sees
         its last key.
       return_residual, options: as of `dot_product_attention`: scale, implementation, logits_soft_cap, sinks, dropout_rate,
-        dropout_key.
+        dropout_key, context_axis, context_strategy, context_order; with a `context_axis` totals are those of the shard, and
+        `cu_seqlens` of all devices together.
 
     Returns:
       [total, N, Hv], and the log-sum-exp [total, N] if asked for; zeros and -inf for tokens that are in no sequence, and for
@@ -72,11 +81,17 @@ def varlen_attention(
         raise ValueError(f"`query` and `key` must have shape [tokens, heads, channels]: got {q.shape} and {k.shape}")
     edges = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     arrays = {name: as_array(name, a) for name, a in edges.items()}
+    how = (options.get(f"context_{name}", otherwise) for name, otherwise in CONTEXT.items())
+    context = context_of(*how, query=q.shape[0], key=k.shape[0])
+    devices = 1 if context is None else context.devices
     for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
-        check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], tokens, known(a))
-    ranges = visibility.documents(
-        q.shape[0], *arrays.values(), is_causal=is_causal, window=window_of(local_window_size) or (None, None), like=q
-    )
+        check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], devices * tokens, known(a))
+    window = window_of(local_window_size) or (None, None)
+    ranges = visibility.documents(devices * q.shape[0], *arrays.values(), is_causal=is_causal, window=window, like=q)
+    if context is not None:
+        chunks = jnp.stack(chunks_of(context.order, devices, jax.lax.axis_index(context.axes)))
+        rows = jnp.arange(devices * q.shape[0]).reshape(devices * len(chunks), -1)[chunks].ravel()
+        ranges = ranges[:, :, rows]
     return dot_product_attention(q, k, value, key_ranges=ranges, return_residual=return_residual, **options)
 
 

@@ -42,7 +42,22 @@ class _Arrays:
             return self.module.as_tensor(a, dtype=self.module.int32, device=self.device)
         return self.module.asarray(a).astype(np.int32)
 
+    def places(self, name: str, a: Any) -> Any:
+        """Of int32, what users gave; those that no sequence reaches as the furthest that can be counted with."""
+        if self.is_torch:
+            a = self.module.as_tensor(a, device=self.device)
+        else:  # JAX would cut off what int32 does not hold
+            a = np.asarray(a) if isinstance(a, int | np.integer | np.ndarray) else self.module.asarray(a)
+        dtype = str(a.dtype).removeprefix("torch.")
+        if not dtype.startswith(("int", "uint")):
+            raise TypeError(f"`{name}` must be of integers: got {dtype}; cast it")
+        if dtype.endswith(("32", "64")):
+            a = a.long() if self.is_torch else a
+            a = a.clip(0 if dtype.startswith("uint") else -FAR, FAR)
+        return self.array(a)
+
     def numbers(self, n: int) -> Any:
+        _count("queries", n, 0)
         if self.is_torch:
             return self.module.arange(n, dtype=self.module.int32, device=self.device)
         return self.module.arange(n, dtype=np.int32)
@@ -62,9 +77,9 @@ class _Arrays:
         return self.module.searchsorted(edges, n, side="right").astype(np.int32)
 
 
-def _rows(value: Any, arrays: _Arrays) -> Any:
+def _rows(name: str, value: Any, arrays: _Arrays) -> Any:
     """A number, or one for each batch entry, against the queries."""
-    value = arrays.array(value)
+    value = arrays.places(name, value)
     return value[:, None] if value.ndim else value
 
 
@@ -85,7 +100,7 @@ def window(
 ) -> Any:
     """Query i sees keys i + offset - left … i + offset + right; None does not limit a side."""
     arrays, left, right = _Arrays(like, offset), _limit("left", left), _limit("right", right)
-    i = arrays.numbers(queries) + _rows(offset, arrays)
+    i = arrays.numbers(queries) + _rows("offset", offset, arrays)
     end = i * 0 + np.iinfo(np.int32).max if right is None else i + (right + 1)
     return arrays.ranges((i * 0 if left is None else i - left, end))
 
@@ -93,14 +108,14 @@ def window(
 def prefix(queries: int, length: Any, *, like: Any = None) -> Any:
     """Query i sees keys 0 … i, and all of the first `length`, a number or [B]: a prefix language model."""
     arrays = _Arrays(like, length)
-    i, length = arrays.numbers(queries), _rows(length, arrays)
+    i, length = arrays.numbers(queries), _rows("length", length, arrays)
     return arrays.ranges((0, arrays.module.maximum(i + 1, length)))
 
 
 def block_causal(queries: int, block: int, *, like: Any = None) -> Any:
     """A query sees the keys of its block and of those before: frames of a video, one after the other."""
     arrays = _Arrays(like)
-    return arrays.ranges((0, (arrays.numbers(queries) // _positive("block", block) + 1) * block))
+    return arrays.ranges((0, (arrays.numbers(queries) // _count("block", block) + 1) * block))
 
 
 def teacher_forcing(queries: int, block: int, *, like: Any = None) -> Any:
@@ -111,7 +126,7 @@ def teacher_forcing(queries: int, block: int, *, like: Any = None) -> Any:
         raise ValueError(f"`queries` must be even, a sequence and a noisy copy as long: got {queries}")
     half = queries // 2
     i = arrays.numbers(queries)
-    noisy, first = i >= half, i % max(1, half) // _positive("block", block) * block
+    noisy, first = i >= half, i % max(1, half) // _count("block", block) * block
     where = arrays.module.where
     last = arrays.module.minimum(first + block, arrays.array(half))
     # clean: [0, last), nothing; noisy: [0, first), its own
@@ -134,8 +149,8 @@ def documents(
     key_cu_seqlens[d] on (as the queries, if None).  Causality and windows count from the lower right corner of each document, as
     in flash-attn.  Queries of no document see nothing."""
     arrays = _Arrays(like, cu_seqlens, key_cu_seqlens)
-    q_edges = arrays.array(cu_seqlens)
-    k_edges = q_edges if key_cu_seqlens is None else arrays.array(key_cu_seqlens)
+    q_edges = arrays.places("cu_seqlens", cu_seqlens)
+    k_edges = q_edges if key_cu_seqlens is None else arrays.places("key_cu_seqlens", key_cu_seqlens)
     if q_edges.shape != k_edges.shape:
         raise ValueError(
             "`key_cu_seqlens` must have as many edges as `cu_seqlens`, one more than there are documents: got "
@@ -171,8 +186,10 @@ def sliding_tile(
     Returns the keywords of the call: `key_ranges`, where few say it; or else a mask of blocks, `mask` (of PyTorch `attn_mask`),
     with its `mask_block_size`."""
     for name, sizes in (("grid", grid), ("tile", tile), ("window", window)):
-        if not len(sizes) == len(grid) > 0 or any(n < 1 for n in sizes):
-            raise ValueError(f"`{name}` must have a positive number for each axis of `grid`: got {tuple(sizes)}")
+        if not len(sizes) == len(grid) > 0:
+            raise ValueError(f"`{name}` must have a number for each axis of `grid`: got {tuple(sizes)}")
+        for n in sizes:
+            _count(name, n)
     if any(n % size for n, size in zip(grid, tile, strict=True)):
         raise ValueError(f"`grid` must be a multiple of `tile` along each axis: got {tuple(grid)} and {tuple(tile)}")
     arrays, tokens = _Arrays(like), math.prod(tile)
@@ -204,7 +221,9 @@ def matrix(key_ranges: Any, keys: int) -> Any:
     return ((key_ranges[..., :1] <= j) & (j < key_ranges[..., 1:])).any(-2)
 
 
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"`{name}` must be positive: got {value}")
+def _count(name: str, value: int, least: int = 1) -> int:
+    if isinstance(value, bool | float | np.floating):  # what PyTorch traces is no int either
+        raise TypeError(f"`{name}` must be an integer: got {value!r}")
+    if value < least:
+        raise ValueError(f"`{name}` must be {'positive' if least else 'zero or more'}: got {value}")
     return value

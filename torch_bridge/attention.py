@@ -178,7 +178,8 @@ def scaled_dot_product_attention(
       sinks: [Hq]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
       context_group, context_strategy, context_order: who shares the sequences, and how, as :func:`context_parallel` says, whose
         open context they take the place of.  Tensors are this process's parts then: L and S count its own queries and keys.
-        Segment ids are cut alike; lengths and windows are those of the whole sequence; `attn_mask` has this process's queries
+        Segment ids and the rows of `key_ranges` are cut alike; lengths, windows and places are those of the whole sequence;
+        `attn_mask` has this process's queries
         and all keys in the order of the sequence, or one row for its keys.  All drop what the first process of the group draws.
         Of DTensors, placements say who shares what, and shapes are those of whole tensors.
       return_lse: also return the log-sum-exp of the scores.
@@ -229,6 +230,10 @@ def scaled_dot_product_attention(
         attn_mask = None
     mask_block = mask_block_of(mask_block_size, attn_mask)
     if isinstance(attn_mask, BlockMask):
+        if context is not None:
+            raise ValueError(
+                "`attn_mask` must not be a BlockMask in a context: say it in `key_ranges`, or in a boolean tensor"
+            )
         attn_mask, mask_block = _of_block_mask(attn_mask, query, key, mask_block)
     options: tuple[str, ...] = ()
     plain = type(dropout_p) in (int, float) and not dropout_p and causal_alignment == "upper_left"
@@ -341,12 +346,10 @@ def attend(
     """(o, ℓ); ℓ may be None unless it is asked for."""
     if context is OPEN:
         context = context_of_call(query)
-    if context is not None:
-        given = dict(zip(SELECTORS.values(), selection, strict=False)) | dict(mask_block_size=mask_block)
-        for name in ("key_ranges", "mask_block_size"):
-            if given.get(name) is not None:
-                raise ValueError(f"`{name}` does not go with a context: say it in segments, windows or a mask")
-        selection = selection[:-1]
+    if context is not None and mask_block is not None:
+        raise ValueError(
+            "`mask_block_size` does not go with a context: say it in `key_ranges`, or in a mask without blocks"
+        )
     compiled = torch.compiler.is_compiling()
     if not compiled and not _Said.sdpa_kernel and logger.isEnabledFor(logging.DEBUG):
         _say_sdpa_kernel()
@@ -387,7 +390,7 @@ def attend(
             zip(("query", "key", "value"), described, strict=True), **dict(zip(SELECTORS, selection, strict=False))
         )
         if context is not None:
-            context.check_segments(selection[2:], (q.shape[2], k.shape[2]))
+            context.check_segments(selection[2:4], (q.shape[2], k.shape[2]))
         check_operands(Operands(**named))
     if sinks is not None:
         check_devices(query, (("sinks", sinks),))

@@ -49,6 +49,18 @@ class Context(NamedTuple):
                     f"process has {length}; pass its own part"
                 )
 
+    def check_chunks(self, **lengths: int) -> None:
+        for name, length in lengths.items():
+            if length % self.group.chunks:
+                raise ValueError(
+                    f"`{name}` must have an even number of rows in each process for `context_order`='zigzag': got {length}"
+                )
+
+    def part_of(self, ranges: Tensor) -> Tensor:
+        """Those of this process, of ranges [B, H, T, R, 2] of all queries."""
+        self.check_chunks(query=ranges.shape[2] // self.parts)
+        return self.group.cut(ranges, 2).select(2, self.group.rank)
+
     def columns_of(self, name: str, mask: Tensor, queries: int, keys: int) -> int:
         """How many keys a mask must be for: those of this process if it is the same for all queries, else all."""
         n, by_row = self.parts, mask.ndim > 1 and mask.shape[-2] != 1
@@ -67,11 +79,7 @@ class Context(NamedTuple):
     def attend(self, attend: "Attend", mask_name: str, call: "Call") -> tuple[Tensor, Any]:
         """Attention of parts, by attention of whole sequences, or of a ring."""
         group, (q, k, _) = self.group, call.x
-        for name, a in zip(("query", "key"), (q, k), strict=True):
-            if a.shape[2] % group.chunks:
-                raise ValueError(
-                    f"`{name}` must have an even number of rows in each process for `context_order`='zigzag': got {a.shape[2]}"
-                )
+        self.check_chunks(query=q.shape[2], key=k.shape[2])
         by_row = [mask_name] if call.mask is not None and call.mask.shape[2] != 1 else []
         strategy = strategy_of(self.strategy, group.size, k.shape[1], by_row, ("context_strategy", "context_group"))
         if drops(call.words):
@@ -195,7 +203,7 @@ def _ring(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
     selection = call.selection
     if selection and selection[2] is not None and selection[3] is not None:
         everyones = partial(_gathered, group._replace(order="contiguous"))
-        selection = (*selection[:2], *narrowed(selection[2], selection[3], everyones))
+        selection = (*selection[:2], *narrowed(selection[2], selection[3], everyones), *selection[4:])
     return attend(call._replace(selection=selection, words=(*call.words, f"ring={group.word}")))
 
 
@@ -208,7 +216,8 @@ def _ulysses(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
     sinks = None if call.sinks is None else of_heads(call.sinks, 0)
     selection = call.selection
     if selection:
-        selection = (*selection[:2], *(a if a is None else _gathered(group, a) for a in selection[2:]))
+        segments = (a if a is None else _gathered(group, a) for a in selection[2:4])
+        selection = (*selection[:2], *segments, *(a if a is None else _of_all_queries(group, a) for a in selection[4:]))
     place = (rank * (heads // n), 0, 0)
     o, lse = attend(call._replace(x=x, mask=mask, selection=selection, sinks=sinks, place=place))
     return back(group, o, lse if call.with_lse else None)
@@ -226,7 +235,8 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
     keys = n * k.shape[2]
     k, v = move("gather", group, k, v)
     mask, selection = _of_all_keys(group, call), call.selection
-    of_queries, of_keys, query_segments, key_segments = selection or (None,) * 4
+    padded: list[Tensor | None] = [*selection, *[None] * (5 - len(selection))]
+    of_queries, of_keys, query_segments, key_segments, ranges = padded
     if key_segments is not None:
         key_segments = _gathered(group, key_segments)
     problem, _ = parsed(call.is_causal, call.scale, " ".join(call.words))
@@ -250,7 +260,8 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
         if selection:
             lengths = None if of_queries is None else lengths_in(torch, of_queries.clamp(-1, LARGEST), places, size)
             segments = None if query_segments is None else rows(query_segments, 1)
-            some = some._replace(selection=(lengths, of_keys, segments, key_segments))
+            of_rows = None if ranges is None else rows(ranges, 2)
+            some = some._replace(selection=(lengths, of_keys, segments, key_segments, of_rows))
         results.append(attend(some))
         done = block.rows[1]
     if len(results) == 1:
@@ -261,6 +272,12 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
 
 def _gathered(group: Group, ids: Tensor) -> Tensor:
     return move("gather", group, ids[:, None, :, None])[0][:, 0, :, 0]
+
+
+def _of_all_queries(group: Group, ranges: Tensor) -> Tensor:
+    """Ranges, for the heads of this process."""
+    kind = "gather" if ranges.shape[1] == 1 else "heads"
+    return move(kind, group, ranges.flatten(3))[0].unflatten(3, (-1, 2))
 
 
 def _of_all_keys(group: Group, call: Call) -> Tensor | None:

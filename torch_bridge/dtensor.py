@@ -18,7 +18,18 @@ from torch_bridge.context import Attend, Call, back
 from torch_bridge.exchange import from_first, move, of_how
 from torch_bridge.groups import Group
 from torch_bridge.operators import library, ops
-from torch_bridge.options import HEADS_BEGIN, QUERIES_BEGIN, QUERY_LENGTHS, SEGMENTS, drawn, drops, problem_of, words_of
+from torch_bridge.options import (
+    HEADS_BEGIN,
+    QUERIES_BEGIN,
+    QUERY_LENGTHS,
+    drawn,
+    drops,
+    joined,
+    pieces,
+    problem_of,
+    with_ranges,
+    words_of,
+)
 from torch_bridge.signatures import BIASES, OPERATORS, gives_gradients, split, strides_by_length
 
 OF_KEYS = ("k", "v", "t_k", "t_v")
@@ -111,19 +122,24 @@ class _Layout:
             a = a.redistribute(placements=wanted)
         return a.to_local()
 
-    def selection(self, selection: Tensor | None, heads: int, queries: int, keys: int) -> Tensor | None:
-        """What of a whole one belongs to this process."""
+    def selection(
+        self, selection: Tensor | None, options: str, heads: int, queries: int, keys: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What of a whole one belongs to this process, and its ranges."""
         if selection is None:
-            return None
+            return None, None
         of_batch = selection.narrow(0, *self.part(len(selection), "batch"))
-        head, of_queries, of_keys = of_batch.split([SEGMENTS, queries, keys], 1)
+        head, of_queries, of_keys, ranges = pieces(of_batch, options, queries, keys)
         head, (first, length) = head.clone(), self.part(queries, "rows")
         if length < queries:
             head[:, QUERY_LENGTHS] = (head[:, QUERY_LENGTHS] - first).clamp(0, length)
             head[:, QUERIES_BEGIN] += first
         head[:, HEADS_BEGIN] += self.part(heads, "heads")[0]
-        of_queries = of_queries.narrow(1, *self.part(queries, "rows", "sequence"))
-        return torch.cat([head, of_queries, of_keys.narrow(1, *self.part(keys, "sequence"))], 1)
+        rows = self.part(queries, "rows", "sequence")
+        of_queries, ranges = of_queries.narrow(1, *rows), ranges.narrow(2, *rows)
+        if ranges.shape[1] > 1:
+            ranges = ranges.narrow(1, *self.part(ranges.shape[1], "heads"))
+        return joined(head, of_queries, of_keys.narrow(1, *self.part(keys, "sequence")), ranges), ranges
 
     def result(self, name: str, shape: Sequence[int], a: Tensor) -> DTensor:
         """Of that shape in all."""
@@ -143,15 +159,16 @@ def _compute(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: An
     q, k, v = named["q"], named["k"], named["v"]
     layout, heads, queries, keys = _Layout(q, k), q.shape[1], q.shape[2], k.shape[2]
     first, length = layout.part(queries, "rows")
+    selection, ranges = layout.selection(selection, options, heads, queries, keys)
+    words = options.split()
     if length < queries:
         problem, names = problem_of(is_causal, scale, options, q)
         left, right = problem.reach(queries, keys)
         window = None if left is None else left - first, None if right is None else right + first
-        words = *words_of(window, False, problem.soft_cap, problem.dropout_rate), *sorted(names)
-        is_causal, options = False, " ".join(words)
+        words = [*words_of(window, False, problem.soft_cap, problem.dropout_rate), *sorted(names)]
+        is_causal = False
     local = [layout.local(argument, a) for argument, a in named.items()]
-    selection = layout.selection(selection, heads, queries, keys)
-    results = getattr(ops, name)(*local, selection, is_causal, scale, options, *rest)
+    results = getattr(ops, name)(*local, selection, is_causal, scale, with_ranges(words, ranges), *rest)
     if gives_gradients(name):
         of_like = {result: named[result.removeprefix("t_")] for result in OPERATORS[name].results}
         shapes: dict[str, Any] = {result: None if a is None else a.shape for result, a in of_like.items()}
@@ -196,6 +213,9 @@ class Distributed(NamedTuple):
 
     def columns_of(self, name: str, mask: Tensor, queries: int, keys: int) -> int:
         return keys
+
+    def part_of(self, ranges: Tensor) -> Tensor:
+        return ranges
 
     def attend(self, attend: Attend, mask_name: str, call: Call) -> tuple[Tensor, Any]:
         q, k = _dtensor(call.x[0]), _dtensor(call.x[1])

@@ -155,6 +155,24 @@ def _ranges(options: str) -> tuple[int, int]:
     return _pair(dict(word.partition("=")[::2] for word in options.split()), "key_ranges") or (0, 0)
 
 
+def pieces(selection: Tensor, options: str, queries: int, keys: int) -> tuple[Tensor, ...]:
+    """Of a selection what stands before the segments, those of queries and of keys, and ranges [B, H, T, R, 2]."""
+    heads, count = _ranges(options)
+    *others, ranges = selection.split([SEGMENTS, queries, keys, 2 * heads * queries * count], 1)
+    return *others, ranges.unflatten(1, (heads, queries, count, 2))
+
+
+def joined(head: Tensor, of_queries: Tensor, of_keys: Tensor, ranges: Tensor) -> Tensor:
+    """A selection of its pieces."""
+    return torch.cat([head, of_queries, of_keys, ranges.flatten(1)], 1)
+
+
+def with_ranges(words: Iterable[str], ranges: Tensor | None) -> str:
+    """Options of these words, the number of ranges being that of these."""
+    here = "" if ranges is None else f"key_ranges={ranges.shape[1]}x{ranges.shape[3]}"
+    return " ".join(here if word.startswith("key_ranges") else word for word in words)
+
+
 _problem = functools.lru_cache(maxsize=1024)(parsed)
 
 
@@ -177,13 +195,10 @@ def case_of(q: Tensor, k: Tensor, selection: Tensor | None, is_causal: bool, sca
         raise RuntimeError(THIRD)
     x = Operands(q, k, None)
     if selection is not None:
-        heads, count = _ranges(options)
-        sizes = [q.shape[2], k.shape[2], 2 * heads * q.shape[2] * count]
-        query_segments, key_segments, key_ranges = selection[:, SEGMENTS:].split(sizes, 1)
+        head, query_segments, key_segments, key_ranges = pieces(selection, options, q.shape[2], k.shape[2])
         held = dict(
-            query_lengths=selection[:, QUERY_LENGTHS], key_lengths=selection[:, KEY_LENGTHS], query_segments=query_segments,
-            key_segments=key_segments, key_ranges=key_ranges.unflatten(1, (heads, q.shape[2], count, 2)),
-            seed=selection[:, SEED:SEGMENTS],
+            query_lengths=head[:, QUERY_LENGTHS], key_lengths=head[:, KEY_LENGTHS], query_segments=query_segments,
+            key_segments=key_segments, key_ranges=key_ranges, seed=head[:, SEED:],
         )  # fmt: skip
         x = x._replace(**{name: held[name] for name in SELECTED if name in names})
     return Case(problem, x)

@@ -17,9 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jax_flash_jvp.context import Block, lengths_in, plan
+from jax_flash_jvp.context import Block, lengths_in, plan, ranges_in
 from torch_bridge.groups import Group, agree
-from torch_bridge.options import KEY_LENGTHS, KEYS_BEGIN, QUERIES_BEGIN, QUERY_LENGTHS, SEGMENTS, problem_of, words_of
+from torch_bridge.options import (
+    KEY_LENGTHS,
+    KEYS_BEGIN,
+    QUERIES_BEGIN,
+    QUERY_LENGTHS,
+    joined,
+    pieces,
+    problem_of,
+    with_ranges,
+    words_of,
+)
 from torch_bridge.signatures import BIASES, OPERATORS, allocate, gives_gradients, split, wide
 
 ROWS, COLUMNS = 2, 3  # axes of a mask
@@ -70,10 +80,11 @@ class _Call:
         self.group, self.name = group, name
         *_, (selection, is_causal, scale, options, *rest) = split(name, args)
         self.want = rest[0] if gives_gradients(name) else None
-        self.scale, self.selection = scale, selection
+        self.scale = scale
         self.tensors = dict(zip(OPERATORS[name].tensors, args, strict=False))
         q, k, self.mask, n = self.tensors["q"], self.tensors["k"], self.tensors["mask"], group.size
         self.queries, self.keys = q.shape[2], k.shape[2]
+        self.selection = None if selection is None else pieces(selection, options, self.queries, self.keys)
         problem, self.names = problem_of(bool(is_causal), scale, options, q)
         apart = problem.dropout_rate > 0
         self.plan = plan(
@@ -112,7 +123,7 @@ class _Call:
         if self.mask_travels:
             travelling += [None if a is None else a.contiguous() for a in map(self.tensors.get, BIASES)]
         if self.selection is not None and "key_segments" in self.names:
-            travelling.append(self.selection[:, SEGMENTS + self.queries :].contiguous())
+            travelling.append(self.selection[2].contiguous())
         return [a for a in travelling if a is not None]
 
 
@@ -154,8 +165,8 @@ class _Part:
                 args.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, COLUMNS))
             else:
                 args.append(a[:, :, self.rows])
-        selection = None if call.selection is None else self._selected(call.selection, next(travelling, None))
-        options = " ".join((*words_of(self.window, False, None, 0.0), *call.words))
+        selection, ranges = self._selected(next(travelling, None))
+        options = with_ranges((*words_of(self.window, False, None, 0.0), *call.words), ranges)
         return [*args, selection, False, call.scale, options, *([] if call.want is None else [call.want_of_parts])]
 
     def of_mask(self) -> list[tuple[slice, slice, slice]]:
@@ -169,15 +180,19 @@ class _Part:
         size, begin = self.columns_size, self.columns_begin  # in the order of the sequence
         return [(rows, slice(at, at + size), slice(i * size, (i + 1) * size)) for i, at in enumerate(begin)]
 
-    def _selected(self, selection: Tensor, key_segments: Tensor | None) -> Tensor:
-        head = selection[:, :SEGMENTS].clone()
+    def _selected(self, key_segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """A selection, and its ranges."""
+        if self.call.selection is None:
+            return None, None
+        head, of_queries, of_keys, ranges = self.call.selection
+        head = head.clone()
         head[:, QUERY_LENGTHS] = lengths_in(torch, head[:, QUERY_LENGTHS], self.rows_begin, self.rows_size)
         head[:, KEY_LENGTHS] = lengths_in(torch, head[:, KEY_LENGTHS], self.columns_begin, self.columns_size)
         head[:, QUERIES_BEGIN] += self.rows_begin[0]
         head[:, KEYS_BEGIN] += self.columns_begin[0]
-        of_queries, of_keys = selection[:, SEGMENTS:].split([self.call.queries, self.call.keys], 1)
         of_keys = of_keys if key_segments is None else key_segments
-        return torch.cat([head, of_queries[:, self.rows], of_keys[:, self.columns]], 1)
+        ranges = ranges_in(torch, ranges[:, :, self.rows], self.columns_begin, self.columns_size)
+        return joined(head, of_queries[:, self.rows], of_keys[:, self.columns], ranges), ranges
 
 
 # ------------------------------------------------------------------------------------------------ merges and sums

@@ -8,7 +8,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from jax_flash_jvp import visibility
 from jax_flash_jvp.problem import SELECTORS, check_cu_seqlens
-from torch_bridge.attention import attend, options_of
+from torch_bridge.attention import attend, context_of_call, options_of
 from torch_bridge.checks import check_devices, check_flag, check_number, check_tensor
 from torch_bridge.flash_attn import Results, window_from
 
@@ -88,7 +88,7 @@ def flash_attn_varlen_func(
 
     Args:
       cu_seqlens_q, cu_seqlens_k: integers [sequences + 1], where each sequence begins, and where the last one ends; a sequence
-        may be empty.
+        may be empty.  In a context (:func:`context_parallel`) those of all processes together, where totals are of this one.
       max_seqlen_q, max_seqlen_k: not needed.
       causal, window_size: count from the lower right corner of each sequence, whose last query sees its last key; -1 does not
         limit a side.
@@ -126,14 +126,21 @@ def flash_attn_varlen_func(
         check_number("softmax_scale", softmax_scale)
     edges = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check_devices(q, edges.items())
+    context = context_of_call(q)
+    parts = 1 if context is None else context.parts
     for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
-        check_cu_seqlens(name, a, cu_seqlens_q, tokens, _known(a))
+        check_cu_seqlens(name, a, cu_seqlens_q, parts * tokens, _known(a))
     options = options_of(dropout_p, "upper_left", None, softcap or None)
     window = window_from(window_size) or (None, None)
-    ranges = visibility.documents(q.shape[0], cu_seqlens_q, cu_seqlens_k, is_causal=causal, window=window, like=q)
+    ranges = visibility.documents(
+        parts * q.shape[0], cu_seqlens_q, cu_seqlens_k, is_causal=causal, window=window, like=q
+    )
+    ranges = ranges if context is None else context.part_of(ranges)
     q, k, v = (a.transpose(0, 1)[None] for a in (q, k, v * 0 if dropout_p == 1 else v))
     selection = [ranges if name == "key_ranges" else None for name in SELECTORS]
-    o, log_sum_exp = attend(q, k, v, None, False, softmax_scale, True, options, selection, with_lse=return_attn_probs)
+    o, log_sum_exp = attend(
+        q, k, v, None, False, softmax_scale, True, options, selection, context=context, with_lse=return_attn_probs
+    )
     o = o[0].transpose(0, 1)
     return (o, log_sum_exp[0], None) if return_attn_probs else o
 

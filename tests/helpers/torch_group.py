@@ -40,6 +40,7 @@ class Sizes(NamedTuple):
         t, s = self.queries, self.keys
         ids = lambda length, each: (torch.arange(length) // each).expand(B, -1) + torch.arange(B)[:, None]
         visible = normal(B, 1, t, s) > -0.5
+        edges = lambda heads: normal(B, heads, t, 2, 2, seed=3).mul(s).add(s / 2).long()  # some beyond the ends
         by_row = ("ring", "all_gather")
         return {
             "self": Case(),
@@ -60,6 +61,12 @@ class Sizes(NamedTuple):
                 dict(
                     query_segment_ids=ids(t, t // 3), key_value_segment_ids=ids(s, s // 3 - 1).to(torch.int32), is_causal=True
                 ), cross=True,
+            ),
+            "ranges": Case(dict(key_ranges=edges(1)[:1], is_causal=True), cross=True),
+            "ranges-of-heads": Case(dict(key_ranges=edges(N), enable_gqa=True), groups=True),
+            "ranges-of-key-heads": Case(
+                dict(key_ranges=edges(K), query_segment_ids=ids(t, 9), key_value_segment_ids=ids(t, 7), enable_gqa=True),
+                groups=True,
             ),
             "mask": Case(dict(attn_mask=visible), cross=True, strategies=by_row),
             "mask-of-keys": Case(dict(attn_mask=visible[:, :, :1]), cross=True),
@@ -95,6 +102,8 @@ class Part:
     def argument(self, name, a):
         if name == "attn_mask":
             return self.mask(a)
+        if name == "key_ranges":
+            return self.cut(a, 2)
         return self.cut(a, 1) if name.endswith("segment_ids") else a
 
 

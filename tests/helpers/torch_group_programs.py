@@ -10,8 +10,10 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from torch.func import grad, jvp  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 
-from torch_bridge import context_parallel, scaled_dot_product_attention  # noqa: E402
+from torch_bridge import context_parallel, flash_attn_varlen_func, scaled_dot_product_attention  # noqa: E402
+from torch_bridge.attention import attend as attend_with  # noqa: E402
 from torch_group import LIMIT, B, N, Part, relative  # noqa: E402
 from torch_oracle import Model, by_func, gradients, launched, leaves, loss, normal  # noqa: E402
 
@@ -131,8 +133,15 @@ def launches(rank, n):
 
 def errors(rank, n):
     """Of every process, before anything is sent."""
+
+    def packed(length, order="contiguous"):
+        x, edges = normal(length, 2, 4), torch.tensor([0, 6])
+        with context_parallel(dist.group.WORLD, order=order):
+            flash_attn_varlen_func(x, x, x, edges, edges)
+
     q = normal(2, 3, 4, 4)
     world, ids, whole = dist.group.WORLD, torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int32)
+    ranges = torch.zeros(1, 1, 8, 1, 2, dtype=torch.int32)
     attend = lambda *x, **more: scaled_dot_product_attention(*(x or (q, q, q)), context_group=world, **more)
     cases = {
         "divide": lambda: attend(context_strategy="ulysses"),
@@ -148,6 +157,13 @@ def errors(rank, n):
         "third derivative of attention in a ring": lambda: jvp(
             lambda q: jvp(lambda q: attend(q, q, q, context_strategy="ring"), (q,), (q,))[1], (q,), (q,)
         ),
+        "`mask_block_size` does not go with a context": lambda: attend(attn_mask=whole[:, :4] == 0, mask_block_size=(2, 2)),
+        "`attn_mask` must not be a BlockMask in a context": lambda: attend(
+            attn_mask=create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu")
+        ),
+        "`key_ranges` must have shape (1 or 2, 1 or 3 or 3, 4, R, 2)": lambda: attend(key_ranges=ranges),
+        "`cu_seqlens_q` must end at the number of tokens, 8": lambda: packed(4),
+        "`query` must have an even number of rows in": lambda: packed(3, order="zigzag"),
         "must call attention alike": lambda: attend(*[q[:, :, : 2 + rank]] * 3, context_strategy="ring"),
         "same strategy": lambda: attend(*[normal(2, 4, 4, 4)] * 3, context_strategy=("ring", "ulysses")[rank % 2]),
     }  # fmt: skip
@@ -159,6 +175,29 @@ def errors(rank, n):
                 yield f"{text!r} is not in: {error}"
         else:
             yield f"did not raise: {text}"
+
+
+def packed_sequences(rank, n):
+    """Over the ends of parts, some empty, against one process."""
+    x = tuple(normal(24, N, 4, seed=i) for i in range(3))
+    edges = torch.tensor([0, 5, 5, 11, 24]), torch.tensor([0, 9, 12, 12, 24])
+    gradients = lambda f, x: grad(lambda *x: f(*x).sin().sum(), (0, 1, 2))(*x)
+    attend = lambda *x: flash_attn_varlen_func(*x, *edges, causal=True)
+    expected = gradients(attend, x)
+    for strategy, order in itertools.product(("ulysses", "ring", "all_gather"), ("contiguous", "zigzag")):
+        cut = lambda a: Part(rank, n, order).cut(a, 0)
+        with context_parallel(dist.group.WORLD, strategy, order):
+            got = gradients(attend, [cut(a) for a in x])
+        error = max(relative(a, cut(b)) for a, b in zip(got, expected, strict=True))
+        if not error < 1e-11:
+            yield f"packed sequences {strategy} {order}: error {error:.2g}"
+    ids = torch.arange(24).expand(B, -1) // 7
+    q = normal(B, N, 24, 4)
+    of_transformers = lambda q, ids: attend_with(q, q, q, None, True, None, True, (), (None, None, ids, ids))[0]
+    with context_parallel(dist.group.WORLD):
+        got = of_transformers(q.chunk(n, 2)[rank], ids.chunk(n, 1)[rank])
+    if not relative(got, of_transformers(q, ids).chunk(n, 2)[rank]) < 1e-11:
+        yield "documents, as transformers names them, are wrong"
 
 
 def failing(rank, n, folder):
@@ -208,6 +247,8 @@ def dtensors(rank, n):
         "bias-of-keys": dict(attn_mask=normal(2, 1, 1, 16)),
         "sinks": dict(sinks=normal(N)),
         "keys-whole": dict(is_causal=True),
+        "ranges": dict(key_ranges=normal(2, N, 16, 2, 2).mul(8).add(8).int()),
+        "ranges-keys-whole": dict(key_ranges=normal(1, 1, 16, 1, 2).mul(8).add(8).int(), is_causal=True),
     }  # fmt: skip
 
     def of(place, name, a):
@@ -220,7 +261,9 @@ def dtensors(rank, n):
     for place, (name, given), strategy in itertools.product(places, options.items(), (None, "ulysses", "ring")):
         if strategy and sequence not in place:
             continue
-        if strategy == "ulysses" and (name.startswith("bias") or name == "keys-whole" or place == [sequence, heads]):
+        if strategy == "ulysses" and (
+            name.startswith("bias") or name.endswith("keys-whole") or place == [sequence, heads]
+        ):
             continue
         x, more = draw(16), {k: a for k, a in given.items() if k in ("attn_mask", "sinks")}
         others = {k: a for k, a in given.items() if k not in more}
@@ -229,7 +272,7 @@ def dtensors(rank, n):
             torch.manual_seed(3)
             return scaled_dot_product_attention(*x[:3], **dict(zip(more, x[3:], strict=True)), **others, **how)
 
-        keys = [whole if p == sequence else p for p in place] if name == "keys-whole" else place
+        keys = [whole if p == sequence else p for p in place] if name.endswith("keys-whole") else place
         placed = [place, keys, keys, *(of(place, k, a) for k, a in more.items())]
         x = [*x, *more.values()]
         how = dict(context_strategy=strategy) if strategy else {}

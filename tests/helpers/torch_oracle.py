@@ -67,7 +67,7 @@ def naive(
         i = i + s.shape[-1] - s.shape[-2]
     left, right = local_window_size
     if is_causal:
-        right = 0
+        right = 0 if right is None else min(right, 0)
     if left is not None:
         hidden = hidden | (j < i - left)
     if right is not None:

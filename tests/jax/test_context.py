@@ -14,7 +14,14 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import oracle
-from jax_flash_jvp import dot_product_attention, launch, reorder_zigzag, restore_zigzag, zigzag_positions
+from jax_flash_jvp import (
+    dot_product_attention,
+    launch,
+    reorder_zigzag,
+    restore_zigzag,
+    varlen_attention,
+    zigzag_positions,
+)
 from jax_flash_jvp.context import ORDERS, chunks_of, merged, plan
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.problem import Operands, Problem
@@ -291,6 +298,55 @@ def test_options(option, strategy, order):
     got = shared(2, order, context_strategy=strategy, **OPTIONS[option])
     x = operands(16, 24 if option == "lower-right" else None)
     check(first_order, got, functools.partial(dot_product_attention, **OPTIONS[option]), x)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "order", "heads"),
+    [
+        ("ring", 2, "zigzag", 1), ("ulysses", 2, "contiguous", K),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in [
+            ("ring", 4, "zigzag", 1), ("ring", 4, "contiguous", N), ("ulysses", 2, "zigzag", 1), ("all_gather", 2, "zigzag", K),
+        ]),
+    ],
+)  # fmt: skip
+def test_ranges(strategy, devices, order, heads):
+    """Of places in the whole sequence, some beyond its ends and at those of int32; beside causality, and in keys of another
+    length."""
+    ranges = np.random.default_rng(0).integers(-3, 28, (2, heads, 16, 2, 2), np.int32)
+    ranges[0, 0, ::3, :, 0], ranges[0, 0, 1::4, :, 1], ranges[-1, 0, 3] = -(2**31), 2**31 - 1, -(2**31)
+    more = [("key_ranges", PartitionSpec(None, None, "devices"))]
+    got = shared(devices, order, more, context_strategy=strategy, is_causal=True, causal_alignment="lower_right")
+    there = reorder_zigzag(jnp.asarray(ranges), devices, 2) if order == "zigzag" else jnp.asarray(ranges)
+    whole = lambda *x: oracle.attention(*x, key_ranges=ranges, is_causal=True, causal_alignment="lower_right")
+    check(first_order if devices == 2 else all_orders, lambda *x: got(*x, there), whole, operands(16, 24))
+
+
+@pytest.mark.parametrize("order", [pytest.param("contiguous", marks=pytest.mark.thorough), "zigzag"])
+def test_packed_sequences(order):
+    """Over the ends of shards, some empty."""
+    edges, key_edges = np.array([0, 3, 3, 9, 16]), np.array([0, 8, 11, 11, 24])
+    inside = jax.shard_map(
+        lambda *x: varlen_attention(
+            *x, edges, key_edges, is_causal=True, context_axis="devices", context_order=order, context_strategy="ring"
+        ),
+        mesh=mesh_of(2), in_specs=PartitionSpec("devices"), out_specs=PartitionSpec("devices"),
+    )  # fmt: skip
+
+    def got(*x):
+        if order == "contiguous":
+            return inside(*x)
+        return restore_zigzag(inside(*(reorder_zigzag(a, 2, 0) for a in x)), 2, 0)
+
+    whole = lambda *x: varlen_attention(*x, edges, key_edges, is_causal=True)
+    check(first_order, got, whole, tuple(a[0] for a in operands(16, 24)))
+
+
+def test_a_bias_with_x64():
+    """Where numbers of the host are of another integer type than the place of a device."""
+    with jax.enable_x64(True):
+        x = (*operands(8, dtype="float64"), *draw((1, N, 8, 8), dtype="float64"))
+        got = shared(2, more=[("bias", PartitionSpec(None, None, "devices"))])
+        check(lambda f, *x: jax.grad(lambda *x: jnp.sin(f(*x)).sum(), 3)(*x), got, dot_product_attention, x)
 
 
 @pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.thorough)])

@@ -243,6 +243,7 @@ def test_dropout_counts_all_heads(computed):
 # ------------------------------------------------------------------------------------------------ the sequence
 
 SEQUENCE = PartitionSpec(None, "devices")
+drawn_ranges = lambda b, heads, t: np.random.default_rng(0).integers(-2, t + 3, (b, heads, t, 2, 2), np.int32)
 EXCHANGES = {"ulysses": "all-to-all", "ring": "collective-permute"}
 
 
@@ -307,16 +308,32 @@ def test_queries_alone_are_cut(computed, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("option", ["mask", "bias", pytest.param("dropout", marks=pytest.mark.thorough)])
-def test_what_goes_with_the_sequence(option, computed):
+@pytest.mark.parametrize(
+    ("option", "strategy"),
+    [
+        ("mask", "ring"), ("bias", "ring"), ("ranges", "ulysses"), ("ranges-mask", "ring"),
+        pytest.param("dropout", "ulysses", marks=pytest.mark.thorough),
+    ],
+)  # fmt: skip
+def test_what_goes_with_the_sequence(option, strategy, computed, caplog):
+    mask, ranges = (jnp.asarray(oracle.normal(0, B, 1, T, T) > 0), jnp.asarray(drawn_ranges(B, K, T)))
     options = {
-        "mask": dict(mask=jnp.asarray(oracle.normal(0, B, 1, T, T) > 0)),
+        "mask": dict(mask=mask),
+        "ranges": dict(key_ranges=ranges),
+        "ranges-mask": dict(key_ranges=ranges, mask=mask),
         "bias": dict(bias=draw((1, N, T, T))[0]),
         "dropout": dict(dropout_rate=0.5, dropout_key=jax.random.key(0)),
     }[option]
     gradient = jax.grad(lambda *x: jnp.sin(attend(*x, **options)).sum(), (0, 1, 2))
     program = check(gradient, operands(), SEQUENCE)
-    assert EXCHANGES["ulysses" if option == "dropout" else "ring"] in program
+    assert EXCHANGES[strategy] in program
+    assert not caplog.records
+
+
+def test_blocks_are_not_cut(computed, caplog):
+    mask = jnp.asarray(oracle.normal(0, 1, 1, 4, 5) > 0)
+    check(lambda *x: attend(*x, mask=mask, mask_block_size=(5, 4)), operands(), SEQUENCE, gathers=True)
+    assert "a mask with a `mask_block_size` speaks of the whole sequence, which is not cut beside it" in caplog.text
 
 
 def test_keys_that_alone_are_cut_are_gathered(computed, caplog):

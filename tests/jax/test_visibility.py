@@ -138,10 +138,37 @@ def test_numbers_may_be_traced():
             lambda: visibility.documents(24, EDGES, EDGES[1:]),
             "`key_cu_seqlens` must have as many edges as `cu_seqlens`",
         ),
-        (lambda: visibility.sliding_tile((6, 8), (2,), (3, 3)), "`tile` must have a positive number for each axis"),
+        (lambda: visibility.sliding_tile((6, 8), (2,), (3, 3)), "`tile` must have a number for each axis"),
+        (lambda: visibility.sliding_tile((6, 8), (2, 2), (3, 0)), "`window` must be positive: got 0"),
+        (lambda: visibility.causal(-1), "`queries` must be zero or more: got -1"),
         (lambda: visibility.sliding_tile((6, 8), (4, 2), (3, 3)), "`grid` must be a multiple of `tile`"),
     ],
 )
 def test_bad_arguments(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "jax", "torch"])
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda like: visibility.causal(24.0, like=like), "`queries` must be an integer: got 24.0"),
+        (lambda like: visibility.causal(24, offset=1.5, like=like), "`offset` must be of integers: got float"),
+        (lambda like: visibility.prefix(24, [2.0, 3], like=like), "`length` must be of integers: got float"),
+        (lambda like: visibility.documents(24, [0.0, 24], like=like), "`cu_seqlens` must be of integers: got float"),
+        (lambda like: visibility.documents(24, EDGES, EDGES * 0.5, like=like), "`key_cu_seqlens` must be of integers"),
+        (lambda like: visibility.block_causal(24, 2.5, like=like), "`block` must be an integer: got 2.5"),
+        (lambda like: visibility.sliding_tile((4, 4), (2.0, 2), (1, 1), like=like), "`tile` must be an integer: got 2.0"),
+    ],
+)  # fmt: skip
+def test_no_number_is_rounded(make, match, framework):
+    with pytest.raises(TypeError, match=match):
+        make(like(framework))
+
+
+@pytest.mark.parametrize("framework", ["numpy", "jax", "torch"])
+def test_offsets_beyond_all_sequences(framework):
+    for offset, seen in ((2**31 - 1, True), (np.int64(2**40), True), (-(2**31), False)):
+        ranges = visibility.causal(4, offset=offset, like=like(framework))
+        assert np.asarray(visibility.matrix(ranges, 4) == seen).all(), offset

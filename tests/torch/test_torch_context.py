@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EVERY = [*torch_group.Sizes().cases()]
 MOST = [
-    "causal/ring/zigzag", "causal/ulysses/zigzag", "groups/all_gather/zigzag", "cross/ring/contiguous",
+    "causal/ring/zigzag", "ranges/ring/zigzag", "ranges-of-key-heads/ulysses/contiguous",
+    "ranges/all_gather/zigzag", "causal/ulysses/zigzag", "groups/all_gather/zigzag", "cross/ring/contiguous",
     "segments/ring/contiguous", "lengths/ring/zigzag", "window/ring/contiguous", "bias/ring/contiguous",
     "bias-of-keys/ulysses/zigzag", "sinks/ulysses/contiguous", "dropout/ring/zigzag", "lse/ulysses/zigzag",
 ]  # fmt: skip
@@ -27,7 +28,7 @@ MOST = [
 
 def test_two_processes(tmp_path):
     """The most telling cases, what is launched, and errors that name argument and remedy, by the same two processes."""
-    parts = [(torch_group.cases, MOST), (programs.launches,), (programs.errors,)]
+    parts = [(torch_group.cases, MOST), (programs.launches,), (programs.errors,), (programs.packed_sequences,)]
     assert torch_group.spawn(torch_group.all_of, 2, tmp_path, parts) == []
 
 
