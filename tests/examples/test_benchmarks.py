@@ -3,7 +3,9 @@
 import csv
 import functools
 import importlib
+import importlib.machinery
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +128,79 @@ def test_what_is_wrong_is_not_timed(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(framework.CONTENDERS, framework.OURS, wrong)
     assert benchmark.main([*arguments, framework.OURS]) == 1
     assert table(output) == []
+
+
+def flash_attn_3(
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+    return_attn_probs=False,
+):  # fmt: skip
+    assert q.shape == (2, 32, 3, 16), "[B, L, H, D]"
+    assert softmax_scale is None
+    return torch_calls.naive_attention(*(a.transpose(1, 2) for a in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+
+def flash_attn_4(
+    q, k, v, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0, num_splits=1, pack_gqa=None,
+    deterministic=False, return_lse=False,
+):  # fmt: skip
+    return flash_attn_3(q, k, v, softmax_scale, causal), None
+
+
+class BlockSparseMask:
+    @classmethod
+    def from_bool(cls, mask, *, block_size=32):
+        assert mask.dtype == torch.bool
+        assert mask.shape == (1, 1, 32, 32)
+        assert mask.any(-1).all()
+        self = cls()
+        self.mask = mask
+        return self
+
+
+def block_sparse_fork(
+    q, k, v, *, implementation, attn_mask=None, block_mask=None, dropout_p=0.0, causal=False, sm_scale=None,
+    warp_specialize=True, verify_attn_mask=True,
+):  # fmt: skip
+    assert implementation in {f"{a}_{b}" for a in ("dense", "block_sparse") for b in ("pointer", "tma")}
+    assert implementation.startswith("block_sparse") == isinstance(block_mask, BlockSparseMask)
+    mask = attn_mask if block_mask is None else block_mask.mask
+    return torch_calls.naive_attention(q, k, v, is_causal=causal, attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("who", "modules", "features"),
+    [
+        ("FlashAttention-3", {torch_calls.FA3: dict(flash_attn_func=flash_attn_3)}, ["none", "causal"]),
+        ("FlashAttention-4", {torch_calls.FA4: dict(flash_attn_func=flash_attn_4)}, ["none", "causal"]),
+        (
+            f"{torch_calls.PEER} (fork)",
+            {
+                "jvp_flash_attention": dict(flash_attention=block_sparse_fork, BlockSparseMask=BlockSparseMask),
+                "jvp_flash_attention.block_sparse": {},
+            },
+            ["none", "causal", "block-sparse", "teacher-forcing"],
+        ),
+    ],
+    ids=["FlashAttention-3", "FlashAttention-4", "fork"],
+)
+def test_rivals(who, modules, features, tmp_path, monkeypatch, capsys):
+    """Stand-ins with the signatures that the rivals have are found, called, checked and timed."""
+    for name, contents in modules.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    found = torch_calls.rivals()
+    monkeypatch.setattr(torch_calls, "CONTENDERS", found)
+    assert f"{who} of unknown version" in torch_calls.describe()
+    sizes = ["--lengths", "32", "--head-dims", "16", "--heads", "3", "--batch", "2", "--dtype", "float32"]
+    for feature in features:
+        output = tmp_path / feature
+        arguments = ["--framework", "torch", "--contenders", who, "--feature", feature, "--output", str(output)]
+        assert benchmark.main([*QUICK, *sizes, *arguments]) == 0
+        assert table(output) == [(job, who) for job in PRODUCTS if job in found[who].jobs]
+    assert ": WRONG" not in capsys.readouterr().out
 
 
 def test_beside_another_version(tmp_path, monkeypatch):
