@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from measure import add_timing_options, in_turns, parse, relative_errors, write
+from measure import Failure, add_timing_options, attempt, in_turns, mistake, parse, relative_errors, write
 
 COLUMNS = ("framework", "who", "queries", "keys", "heads", "head_dim", "milliseconds", "temporary_mib")
 
@@ -162,18 +162,15 @@ def measure(name: str, shape: Shape, options: argparse.Namespace) -> tuple[list[
     allowed = relative_errors(check(first, exact=False), exact)
     prepared: dict[str, Prepared] = {}
     for who, prepare in contenders.items():
-        try:
-            outcome = prepare(arrays)
-        except Exception as error:
-            print(f"{who}: {type(error).__name__}: {str(error).strip().splitlines()[0][:160]}", flush=True)
-            good &= framework.out_of_memory(error)
-            continue
-        errors = relative_errors([a[:, :1] for a in outcome.results], exact)
-        if all(e <= 2 * n + 1e-3 for e, n in zip(errors, allowed, strict=True)):
-            prepared[who] = outcome
-        else:
-            print(f"{who}: WRONG: errors {errors}, naive {allowed}", flush=True)
+        outcome = attempt(framework, functools.partial(prepare, arrays))
+        if isinstance(outcome, Failure):
+            print(f"{who}: {outcome.reason}", flush=True)
+            good &= outcome.out_of_memory
+        elif reason := mistake([a[:, :1] for a in outcome.results], exact, allowed):
+            print(f"{who}: {reason}", flush=True)
             good = False
+        else:
+            prepared[who] = outcome
         framework.release()
     medians, matmul = in_turns(framework, {who: p.call for who, p in prepared.items()}, options)
     print(f"{name}, {shape}: the bf16 matrix product {matmul:.0f} TFLOP/s")

@@ -137,21 +137,35 @@ class Oracle:
         return [sum(p) if of_keys and i % 3 else np.concatenate(p, axis) for i, p in pieces]
 
 
-def prepare(framework: ModuleType, contender: Contender, job: str, extra: dict[str, Any], arrays, oracle: Oracle):
-    """A job that is right within twice the error of naive attention; or why it cannot be timed."""
+def attempt(framework: ModuleType, make: Callable[[], Any]) -> Any:
+    """What `make` gives; or the failure that it was."""
     try:
-        prepared = framework.prepare(contender, job, extra, arrays)
+        return make()
     except Exception as error:
         text = str(error).strip().split("\n")[0][:160]
         failure = Failure(f"{type(error).__name__}: {text}", framework.out_of_memory(error))
-    else:
-        errors, allowed = relative_errors(prepared.ends, oracle.exact), oracle.allowed(contender.rounds_scores)
-        if all(e <= 2 * n + 1e-3 for e, n in zip(errors, allowed, strict=True)):
-            return prepared
-        del prepared
-        failure = Failure(f"WRONG: errors {errors}, naive {allowed}")
     framework.release()  # here, where the traceback no longer holds the arrays
     return failure
+
+
+def mistake(results: list[np.ndarray], exact: list[np.ndarray], allowed: list[float], rounding: float = 1e-3) -> str:
+    """What is wrong with results that may err twice as much as naive attention does; nothing if they are right."""
+    errors = relative_errors(results, exact)
+    right = all(e <= 2 * n + rounding for e, n in zip(errors, allowed, strict=True))
+    return "" if right else f"WRONG: errors {errors}, naive {allowed}"
+
+
+def prepare(framework: ModuleType, contender: Contender, job: str, extra: dict[str, Any], arrays, oracle: Oracle):
+    """A job that is right within twice the error of naive attention; or why it cannot be timed."""
+    prepared = attempt(framework, lambda: framework.prepare(contender, job, extra, arrays))
+    if isinstance(prepared, Failure):
+        return prepared
+    reason = mistake(prepared.ends, oracle.exact, oracle.allowed(contender.rounds_scores))
+    if not reason:
+        return prepared
+    del prepared
+    framework.release()
+    return Failure(reason)
 
 
 def timed(call: Callable[[], Any], wait: Callable[[Any], Any], seconds: float) -> float:

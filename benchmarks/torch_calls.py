@@ -87,6 +87,37 @@ def peer(q, k, v, is_causal=False, **extra):
     return JVPAttn.fwd_dual(q, k, v, causal=is_causal, **extra)
 
 
+def fork(q, k, v, is_causal=False, attn_mask=None, key_ranges=None, blocks=None):
+    """jefequien/jvp_flash_attention, whose masks of tiles are made once."""
+    from jvp_flash_attention import flash_attention
+
+    mask = _tiles(key_ranges, blocks, q.shape[2])
+    kind = "dense" if mask is None else "block_sparse"
+    how = "tma" if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9 else "pointer"
+    extra = dict(implementation=f"{kind}_{how}", attn_mask=attn_mask, block_mask=mask, causal=is_causal)
+    return flash_attention(q, k, v, **extra)
+
+
+@functools.cache
+def _tiles(key_ranges, blocks, length: int):
+    from jvp_flash_attention import BlockSparseMask
+
+    if key_ranges is None and blocks is None:
+        return None
+    return BlockSparseMask.from_bool(elements(key_ranges, blocks, length, length))
+
+
+def flash_attention(module: str) -> Callable:
+    """Of the FlashAttention that has this module, whose arrays are [B, L, H, D]."""
+
+    def attention(q, k, v, is_causal=False):
+        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+        o = importlib.import_module(module).flash_attn_func(q, k, v, causal=is_causal)
+        return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)  # the log-sum-exp comes with it in some versions
+
+    return attention
+
+
 def naive_attention(
     q, k, v, is_causal=False, attn_mask=None, key_ranges=None, blocks=None, first=0, rounds_scores=True
 ):  # fmt: skip
@@ -116,6 +147,7 @@ def of_checkout(path: Path) -> Contender:
 
 
 OURS, PEER = "torch_bridge", "jvp-flash-attention"
+FA3, FA4 = "flash_attn_interface", "flash_attn.cute"
 PLAIN, DUAL = ("forward", "backward"), ("forward + JVP", "dual backward")
 CONTENDERS: dict[str, Contender] = {
     OURS: Contender(ours),
@@ -124,8 +156,28 @@ CONTENDERS: dict[str, Contender] = {
     "FlexAttention": Contender(flex, PLAIN),
     "SDPA math, compiled": Contender(sdpa(SDPBackend.MATH), DUAL, quadratic=True, rounds_scores=True, compiled=True),
 }
-if importlib.util.find_spec("jvp_flash_attention"):  # it has no gradient through the tangent
-    CONTENDERS[PEER] = Contender(peer, (*PLAIN, "forward + JVP"))
+# contenders that are there where their module is; the first two are of one name, and have no gradient through the tangent
+RIVALS: dict[str, tuple[str, str, Contender]] = {  # with their distribution
+    PEER: ("jvp_flash_attention", PEER, Contender(peer, (*PLAIN, "forward + JVP"))),
+    f"{PEER} (fork)": ("jvp_flash_attention.block_sparse", PEER, Contender(fork, (*PLAIN, "forward + JVP"))),
+    "FlashAttention-3": (FA3, "flash_attn_3", Contender(flash_attention(FA3), PLAIN)),
+    "FlashAttention-4": (FA4, "flash-attn-4", Contender(flash_attention(FA4), PLAIN)),
+}
+
+
+def rivals() -> dict[str, Contender]:
+    """Those that are installed."""
+
+    def has(module: str) -> bool:
+        try:
+            return importlib.util.find_spec(module) is not None
+        except ImportError:  # of the package that should have it
+            return False
+
+    return {who: contender for who, (module, _, contender) in RIVALS.items() if has(module)}
+
+
+CONTENDERS |= rivals()
 EAGER: dict[str, Contender] = {  # slower than compiled, but what the published tables have
     "SDPA math": Contender(sdpa(SDPBackend.MATH), quadratic=True, rounds_scores=True),
     "naive": Contender(naive_attention, quadratic=True, rounds_scores=True),
@@ -134,8 +186,16 @@ EAGER: dict[str, Contender] = {  # slower than compiled, but what the published 
 
 def describe() -> str:
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
-    version = f"{PEER} {importlib.metadata.version(PEER)}" if PEER in CONTENDERS else f"without {PEER}"
-    return f"{name}, PyTorch {torch.__version__}, {version}"
+    found = [f"{who} {_version(package)}" for who, (_, package, _) in RIVALS.items() if who in CONTENDERS]
+    missing = [f"no {who}" for who in RIVALS if who not in CONTENDERS]
+    return ", ".join([name, f"PyTorch {torch.__version__}", *found, *missing])
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # on the path, not installed
+        return "of unknown version"
 
 
 def draw(case: Case) -> list[torch.Tensor]:

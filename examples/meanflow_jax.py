@@ -75,10 +75,14 @@ class MeanFlow:
     def loss(
         self, parameters: Parameters, key: jax.Array, x: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Algorithm 1: the identity u = v − (t − r) du/dt (Eq. 6) as a regression on its own right-hand side."""
         time_key, noise_key = jax.random.split(key)
         r, t = self.sample_times(time_key, len(x))
-        e = jax.random.normal(noise_key, x.shape)
+        return self.objective(parameters, x, labels, jax.random.normal(noise_key, x.shape), r, t)
+
+    def objective(
+        self, parameters: Parameters, x: jax.Array, labels: jax.Array, e: jax.Array, r: jax.Array, t: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Algorithm 1: the identity u = v − (t − r) du/dt (Eq. 6) as a regression on its own right-hand side."""
         z = _expand(1 - t) * x + _expand(t) * e
         v = e - x
 

@@ -30,9 +30,12 @@ def naive_attention_fn(
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
 
+ATTENTIONS: dict[str, AttentionFunction] = {"naive": naive_attention_fn}  # beside this package's, by implementation
+
+
 def make_attention_fn(name: str, **options: Any) -> AttentionFunction:
-    if name == "naive":
-        return functools.partial(naive_attention_fn, **options)
+    if name in ATTENTIONS:
+        return functools.partial(ATTENTIONS[name], **options)
     return functools.partial(attention_fn, implementation=None if name == "auto" else name, **options)
 
 

@@ -19,7 +19,8 @@ AttentionFunction = Callable[..., Tensor]
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, key_ranges: Tensor | None = None) -> Tensor:
     """softmax(Q Kᵀ / √d) V as it is written, with logits and weights as whole [length, length] arrays."""
-    logits = (query @ key.mT).float() / np.sqrt(query.shape[-1])
+    logits = query @ key.mT
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / np.sqrt(query.shape[-1])
     if key_ranges is not None:
         logits = logits.masked_fill(~visibility.matrix(key_ranges, key.shape[-2]), -torch.inf)
     return torch.softmax(logits, -1).to(value.dtype) @ value
@@ -61,13 +62,13 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Computes in float32: on a GPU the tangent of a bfloat16 one would come out in float32 beside a bfloat16 value."""
+    """Computes in float32 at least: on a GPU the tangent of a bfloat16 one would come out in float32 beside a bfloat16 value."""
 
     def __init__(self, width: int):
         super().__init__(width, eps=1e-6, elementwise_affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float()).to(x.dtype)
+        return super().forward(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
 
 class TimeEmbedding(nn.Module):

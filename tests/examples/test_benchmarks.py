@@ -1,7 +1,11 @@
 """The benchmarks at tiny sizes: they run, count operations as published, and do not time what is wrong."""
 
 import csv
+import functools
+import importlib
+import importlib.machinery
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +19,13 @@ import attention as benchmark  # noqa: E402
 import gradient_of_gradient  # noqa: E402
 import host_time  # noqa: E402
 import jax_calls  # noqa: E402
+import meanflow  # noqa: E402
 import measure  # noqa: E402
 import published  # noqa: E402
 import torch_calls  # noqa: E402
 import visibility  # noqa: E402
 from measure import PRODUCTS, Case, Contender, Oracle  # noqa: E402
+from steps import Step  # noqa: E402
 
 torch.set_num_threads(1)
 QUICK = ["--rounds", "1", "--rest", "0", "--seconds", "0.001", "--matmul-size", "32"]
@@ -122,6 +128,79 @@ def test_what_is_wrong_is_not_timed(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(framework.CONTENDERS, framework.OURS, wrong)
     assert benchmark.main([*arguments, framework.OURS]) == 1
     assert table(output) == []
+
+
+def flash_attn_3(
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+    return_attn_probs=False,
+):  # fmt: skip
+    assert q.shape == (2, 32, 3, 16), "[B, L, H, D]"
+    assert softmax_scale is None
+    return torch_calls.naive_attention(*(a.transpose(1, 2) for a in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+
+def flash_attn_4(
+    q, k, v, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0, num_splits=1, pack_gqa=None,
+    deterministic=False, return_lse=False,
+):  # fmt: skip
+    return flash_attn_3(q, k, v, softmax_scale, causal), None
+
+
+class BlockSparseMask:
+    @classmethod
+    def from_bool(cls, mask, *, block_size=32):
+        assert mask.dtype == torch.bool
+        assert mask.shape == (1, 1, 32, 32)
+        assert mask.any(-1).all()
+        self = cls()
+        self.mask = mask
+        return self
+
+
+def block_sparse_fork(
+    q, k, v, *, implementation, attn_mask=None, block_mask=None, dropout_p=0.0, causal=False, sm_scale=None,
+    warp_specialize=True, verify_attn_mask=True,
+):  # fmt: skip
+    assert implementation in {f"{a}_{b}" for a in ("dense", "block_sparse") for b in ("pointer", "tma")}
+    assert implementation.startswith("block_sparse") == isinstance(block_mask, BlockSparseMask)
+    mask = attn_mask if block_mask is None else block_mask.mask
+    return torch_calls.naive_attention(q, k, v, is_causal=causal, attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("who", "modules", "features"),
+    [
+        ("FlashAttention-3", {torch_calls.FA3: dict(flash_attn_func=flash_attn_3)}, ["none", "causal"]),
+        ("FlashAttention-4", {torch_calls.FA4: dict(flash_attn_func=flash_attn_4)}, ["none", "causal"]),
+        (
+            f"{torch_calls.PEER} (fork)",
+            {
+                "jvp_flash_attention": dict(flash_attention=block_sparse_fork, BlockSparseMask=BlockSparseMask),
+                "jvp_flash_attention.block_sparse": {},
+            },
+            ["none", "causal", "block-sparse", "teacher-forcing"],
+        ),
+    ],
+    ids=["FlashAttention-3", "FlashAttention-4", "fork"],
+)
+def test_rivals(who, modules, features, tmp_path, monkeypatch, capsys):
+    """Stand-ins with the signatures that the rivals have are found, called, checked and timed."""
+    for name, contents in modules.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    found = torch_calls.rivals()
+    monkeypatch.setattr(torch_calls, "CONTENDERS", found)
+    assert f"{who} of unknown version" in torch_calls.describe()
+    sizes = ["--lengths", "32", "--head-dims", "16", "--heads", "3", "--batch", "2", "--dtype", "float32"]
+    for feature in features:
+        output = tmp_path / feature
+        arguments = ["--framework", "torch", "--contenders", who, "--feature", feature, "--output", str(output)]
+        assert benchmark.main([*QUICK, *sizes, *arguments]) == 0
+        assert table(output) == [(job, who) for job in PRODUCTS if job in found[who].jobs]
+    assert ": WRONG" not in capsys.readouterr().out
 
 
 def test_beside_another_version(tmp_path, monkeypatch):
@@ -256,6 +335,81 @@ def test_gradient_of_gradient_does_not_time_what_is_wrong(tmp_path, monkeypatch,
     assert gradient_of_gradient.main([*size, *QUICK]) == 1
     assert "XLA: WRONG" in capsys.readouterr().out
     assert "XLA" not in (tmp_path / "out.csv").read_text()
+
+
+ONE_BLOCK = ["--lengths", "16", "--batches", "4", "--width", "16", "--depth", "1", "--heads", "2", "--dtype", "float32"]
+
+
+def meanflow_rows(path, *arguments):
+    status = meanflow.main([*ONE_BLOCK, *QUICK, *arguments, "--output", str(path)])
+    with open(path.with_suffix(".csv"), newline="") as file:
+        return status, {row["who"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.parametrize(
+    ("name", "contenders"),
+    [
+        ("jax", ["jax-flash-jvp", "naive"]),
+        pytest.param("jax", ["flow matching, PLAIN"], marks=pytest.mark.thorough),
+        ("torch", ["torch_bridge", "naive", "flow matching, PLAIN"]),
+        pytest.param("torch", ["torch_bridge, compiled", "flow matching, PLAIN, compiled"], marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_meanflow(name, contenders, tmp_path, monkeypatch):
+    """Contenders take checked steps, whose parts are counted; what does not fit is a row."""
+    module = importlib.import_module(f"{name}_steps")
+    contenders = [who.replace("PLAIN", module.PLAIN) for who in contenders]
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # C++ takes a minute
+    full = torch.OutOfMemoryError("full") if name == "torch" else RuntimeError("RESOURCE_EXHAUSTED: full")
+    prepare = module.Steps.prepare
+
+    def but_naive(steps, step):
+        if step.attention == "naive":
+            raise full
+        return prepare(steps, step)
+
+    monkeypatch.setattr(module.Steps, "prepare", but_naive)
+    status, rows = meanflow_rows(tmp_path / "out", "--framework", name, "--contenders", *contenders)
+    assert status == 0
+    assert list(rows) == contenders
+    for who, row in rows.items():
+        fits = module.CONTENDERS[who].attention != "naive"
+        assert row["note"] == ("" if fits else "does not fit")
+        ms, images, share = (float(row[n]) for n in ("milliseconds", "images_per_second", "attention_share"))
+        assert np.isfinite(ms) == fits
+        if fits:
+            assert images == pytest.approx(4000 / ms)
+            assert share == pytest.approx(float(row["attention_milliseconds"]) / ms)
+
+
+@pytest.mark.parametrize("name", ["jax", "torch"])
+def test_meanflow_does_not_time_what_is_wrong(name, tmp_path, monkeypatch, capsys):
+    """Attention that takes queries and keys for constants: the loss is nearly right, its derivative along the flow not."""
+    module = importlib.import_module(f"{name}_steps")
+    if name == "torch":
+        attentions, stop = module.ATTENTIONS, lambda a: a.detach() + 0 * a
+        attention = attentions["naive"]
+        broken = lambda q, k, v: attention(stop(q), stop(k), v)
+    else:
+        attentions = module.models_jax.ATTENTIONS
+        attention, stop = attentions["naive"], jax_calls.jax.lax.stop_gradient
+        broken = lambda q, k, v, **_: attention(stop(q), stop(k), v)
+    monkeypatch.setitem(attentions, "broken", broken)
+    monkeypatch.setitem(module.CONTENDERS, "broken", Step("broken"))
+    status, rows = meanflow_rows(tmp_path / "out", "--framework", name, "--contenders", "broken")
+    assert status == 1
+    assert rows["broken"]["note"].startswith("WRONG")
+    assert rows["broken"]["milliseconds"] == "nan"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--lengths", "9"], ["--batches", "1", "2"], ["--contenders", "nobody"]], ids=lambda a: a[0]
+)
+def test_meanflow_arguments_that_do_not_fit(arguments, capsys):
+    with pytest.raises(SystemExit):
+        meanflow.main([*ONE_BLOCK, "--framework", "torch", *arguments])
+    assert f"{arguments[0]} must" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
