@@ -349,7 +349,7 @@ def meanflow_rows(path, *arguments):
 @pytest.mark.parametrize(
     ("name", "contenders"),
     [
-        ("jax", ["jax-flash-jvp", "naive"]),
+        pytest.param("jax", ["jax-flash-jvp", "naive"], marks=pytest.mark.thorough),
         pytest.param("jax", ["flow matching, PLAIN"], marks=pytest.mark.thorough),
         ("torch", ["torch_bridge", "naive", "flow matching, PLAIN"]),
         pytest.param("torch", ["torch_bridge, compiled", "flow matching, PLAIN, compiled"], marks=pytest.mark.thorough),
