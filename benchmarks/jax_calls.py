@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash_jvp import dot_product_attention, visibility
-from measure import PRODUCTS, Case, Contender, Prepared, end_heads, timed
+from measure import PRODUCTS, Case, Contender, Prepared, end_heads, timed, version_of
 
 ROWS, HEADS = 1, 2
 wait = jax.block_until_ready
@@ -46,17 +47,26 @@ portable = functools.partial(ours, implementation="portable")
 cudnn = masked(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))
 xla = masked(functools.partial(jax.nn.dot_product_attention, implementation="xla"))
 
+
+def fa4(q, k, v, is_causal=False, **extra):
+    from fa4_jax import flash_attn
+
+    return flash_attn(q, k, v, causal=is_causal, **extra)
+
+
 OURS = "jax-flash-jvp"
 CONTENDERS: dict[str, Contender] = {
     OURS: Contender(ours),
     **({"portable": Contender(portable)} if jax.default_backend() == "gpu" else {}),
     "cuDNN": Contender(cudnn, ("forward", "backward")),
+    **({"fa4-jax": Contender(fa4, tuple(PRODUCTS)[:3])} if importlib.util.find_spec("fa4_jax") else {}),
     "XLA": Contender(xla, tuple(PRODUCTS), quadratic=True),
 }
 
 
 def describe() -> str:
-    return f"{jax.devices()[0].device_kind}, JAX {jax.__version__}"
+    peer = f"fa4-jax {version_of('fa4-jax')}" if "fa4-jax" in CONTENDERS else "no fa4-jax"
+    return f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {peer}"
 
 
 def draw(case: Case) -> list[jax.Array]:

@@ -4,6 +4,7 @@
 """
 
 import csv
+import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -211,6 +212,13 @@ def parse(parser: Any, arguments: list[str] | None) -> Any:
     if options.quick:
         options.rounds, options.rest = 3, 0.0
     return options
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # on the path, not installed
+        return "of unknown version"
 
 
 def write(path: Path, columns: Iterable[str], rows: Iterable[Sequence]) -> None:

@@ -3,7 +3,6 @@
 import atexit
 import functools
 import gc
-import importlib.metadata
 import importlib.util
 import shutil
 import statistics
@@ -23,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from jax_flash_jvp import visibility
-from measure import Case, Contender, Prepared, end_heads, timed
+from measure import Case, Contender, Prepared, end_heads, timed, version_of
 from torch_bridge import scaled_dot_product_attention
 
 ROWS, HEADS = 2, 1
@@ -186,16 +185,9 @@ EAGER: dict[str, Contender] = {  # slower than compiled, but what the published 
 
 def describe() -> str:
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
-    found = [f"{who} {_version(package)}" for who, (_, package, _) in RIVALS.items() if who in CONTENDERS]
+    found = [f"{who} {version_of(package)}" for who, (_, package, _) in RIVALS.items() if who in CONTENDERS]
     missing = [f"no {who}" for who in RIVALS if who not in CONTENDERS]
     return ", ".join([name, f"PyTorch {torch.__version__}", *found, *missing])
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # on the path, not installed
-        return "of unknown version"
 
 
 def draw(case: Case) -> list[torch.Tensor]:

@@ -203,6 +203,19 @@ def test_rivals(who, modules, features, tmp_path, monkeypatch, capsys):
     assert ": WRONG" not in capsys.readouterr().out
 
 
+def test_fa4_jax(monkeypatch):
+    """By a stand-in that takes what the package takes."""
+    naive = lambda q, k, v, *, causal=False: jax_calls.xla(q, k, v, is_causal=causal)
+    monkeypatch.setitem(sys.modules, "fa4_jax", types.SimpleNamespace(flash_attn=naive))
+    contender, case = Contender(jax_calls.fa4), Case(1, 32, 2, 16, "causal")
+    arrays, extra = jax_calls.draw(case), jax_calls.extra(case)
+    oracle = Oracle(jax_calls, "forward + JVP", extra, arrays)
+    prepared = measure.prepare(jax_calls, contender, "forward + JVP", extra, arrays, oracle)
+    assert isinstance(prepared, measure.Prepared), prepared
+    refused = measure.prepare(jax_calls, contender, "forward", {"mask": None}, arrays, oracle)
+    assert "unexpected keyword argument 'mask'" in refused.reason
+
+
 def test_beside_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr(torch_calls, "CONTENDERS", {torch_calls.OURS: torch_calls.CONTENDERS[torch_calls.OURS]})
     checkout, output = str(Path(__file__).parents[2]), tmp_path / "out"
