@@ -60,8 +60,8 @@ def mask(*, mask_function: Callable = causal_mask_function, **asked: Any) -> Ten
             seen = _seen(mask_function, keys)
             if seen is not None and (asked.get("allow_is_causal_skip", True) or seen.documents is not None):
                 seen = seen._replace(keys=padding)
-                known = (queries == 1 or queries == keys) and all(a is None for a in seen)  # to the layers themselves
-                return None if known else seen
+                # layers need not know that they are causal: of some models `is_causal` is False
+                return None if queries == 1 and all(a is None for a in seen) else seen
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](mask_function=mask_function, **asked)
 
 

@@ -174,14 +174,14 @@ def packed(function):
 
 EITHER = dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=True)
 MASKS = {  # what is asked, what it is told by
-    "causal": (asked(causal), None),
+    "causal": (asked(causal), named.Causal),
     "causal-one-query": (asked(causal, 1, 9, 8), None),
     "causal-cache": (asked(causal, 3, 9, 6), named.Causal),
     "causal-padding": (asked(causal, padding=PADDING), named.Causal),
-    "causal-no-padding": (asked(causal, padding=PADDING | True), None),
+    "causal-no-padding": (asked(causal, padding=PADDING | True), named.Causal),
     "causal-padding-cache": (asked(causal, 3, 9, 6, PADDING), named.Causal),
     "window": (asked(window, local_size=4), named.Causal),
-    "window-as-wide": (asked(masking_utils.sliding_window_causal_mask_function(9), local_size=9), None),
+    "window-as-wide": (asked(masking_utils.sliding_window_causal_mask_function(9), local_size=9), named.Causal),
     "window-cut-cache": (asked(window, 3, 6, 6, PADDING, local_size=4), named.Causal),
     "window-one-query": (asked(window, 1, 9, 8, local_size=4), named.Causal),
     "packed": (asked(packed(causal), allow_is_causal_skip=False), named.Causal),
@@ -207,6 +207,16 @@ def test_masks_say_what_those_of_eager_say(name):
     L, S = given["q_length"], given["kv_length"]
     expected = masking_utils.sdpa_mask(**given | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
     assert torch.equal(seen(told, L, S, given["mask_function"] is not bidirectional), expected)
+
+
+def test_a_layer_need_not_know_that_it_is_causal():
+    """BigBirdPegasus's decoder says that it is not."""
+    layer, q = torch.nn.Module(), normal(2, 4, 9, 4)
+    layer.is_causal = False
+    got, expected = (
+        named.attention(layer, q, q, q, m)[0] for m in (named.mask(**asked(causal)), seen(None, 9, 9, True))
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_padding_that_is_mapped_is_not_read():
