@@ -210,13 +210,25 @@ def test_masks_say_what_those_of_eager_say(name):
 
 
 def test_a_layer_need_not_know_that_it_is_causal():
-    """BigBirdPegasus's decoder says that it is not."""
+    """NLLB-MoE's decoder says that it is not."""
     layer, q = torch.nn.Module(), normal(2, 4, 9, 4)
     layer.is_causal = False
     got, expected = (
         named.attention(layer, q, q, q, m)[0] for m in (named.mask(**asked(causal)), seen(None, 9, 9, True))
     )
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["SplinterModel", "LayoutLMModel"])
+def test_a_layer_that_does_not_say_is_causal_if_its_mask_is(name):
+    """Encoders, whose mask of all tokens is None."""
+    cls, ids = getattr(transformers, name), tokens(2, L)
+    config = cls.config_class(**ENCODER, vocab_size=64, max_position_embeddings=16)
+    results = []
+    for config._attn_implementation in ("flash_jvp", "eager"):
+        torch.manual_seed(0)
+        results.append(cls(config).double().eval()(ids).last_hidden_state)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
 def test_padding_that_is_mapped_is_not_read():
@@ -393,6 +405,10 @@ def test_parts_of_a_model_have_names_of_their_own():
 
 
 def test_a_model_that_does_not_call_by_name():
+    config = transformers.BigBirdPegasusConfig(encoder_layers=1, decoder_layers=1, d_model=16, vocab_size=64)
+    config._attn_implementation = "flash_jvp"
+    with pytest.raises(ValueError, match="BigBirdPegasusModel does not call attention by name"):
+        transformers.BigBirdPegasusModel(config)
     config = transformers.GPTNeoConfig(
         vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]
     )
@@ -422,6 +438,7 @@ def test_refused(text, query, arguments):
 def test_what_models_hand_to_kernels_called_flash():
     """Two axes of padding, windows, sequences in one row or in several, and causality or none."""
     layer, q, k = torch.nn.Module(), normal(2, 4, 6, 4), normal(2, 2, 6, 4)
+    layer.is_causal = True
     attend = lambda *x, **arguments: named.attention(layer, *x, **arguments)[0]
     padding = torch.ones(2, 6, dtype=torch.long)
     padding[1, 4:] = 0
