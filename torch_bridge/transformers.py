@@ -21,6 +21,9 @@ from transformers.masking_utils import (
 from torch_bridge.attention import attend, options_of
 
 NAME = "flash_jvp"
+BY_HAND = (
+    "BigBirdPegasus",
+)  # models of which a part alone calls attention by name: others add what `mask` gives to scores
 
 
 class Causal(NamedTuple):
@@ -60,8 +63,8 @@ def mask(*, mask_function: Callable = causal_mask_function, **asked: Any) -> Ten
             seen = _seen(mask_function, keys)
             if seen is not None and (asked.get("allow_is_causal_skip", True) or seen.documents is not None):
                 seen = seen._replace(keys=padding)
-                known = (queries == 1 or queries == keys) and all(a is None for a in seen)  # to the layers themselves
-                return None if known else seen
+                # layers need not know that they are causal: of some (NLLB-MoE) `is_causal` is False
+                return None if queries == 1 and all(a is None for a in seen) else seen
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](mask_function=mask_function, **asked)
 
 
@@ -122,7 +125,9 @@ def attention(
     if others.get("block_table") is not None:
         raise ValueError(f"{NAME!r} does not serve paged caches: generate without continuous batching, or with 'sdpa'")
     queries, keys = query.shape[2], key.shape[2]
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and queries > 1
+    if is_causal is None:  # of layers that do not say, those that are causal are told by `mask`, but in a static cache
+        is_causal = getattr(module, "is_causal", attention_mask is not None or keys > queries)
+    causal = bool(is_causal) and queries > 1
     left = right = documents = key_documents = bias = None
     if isinstance(attention_mask, Causal):
         causal, bias = True, attention_mask.keys
@@ -181,7 +186,7 @@ def _accept(self: PreTrainedModel, attn_implementation: str | None, *args: Any, 
     """transformers takes any name with "flash" in it for a kernel to be downloaded, or replaces it by another."""
     if attn_implementation != NAME:
         return _check(self, attn_implementation, *args, **named)
-    if not self._can_set_attn_implementation():
+    if not self._can_set_attn_implementation() or type(self).__name__.startswith(BY_HAND):
         raise ValueError(
             f"{type(self).__name__} does not call attention by name, which {NAME!r} needs: if it has SDPA, load it with "
             "attn_implementation='sdpa', and call it inside torch_bridge.patch()"

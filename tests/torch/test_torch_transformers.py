@@ -174,14 +174,14 @@ def packed(function):
 
 EITHER = dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=True)
 MASKS = {  # what is asked, what it is told by
-    "causal": (asked(causal), None),
+    "causal": (asked(causal), named.Causal),
     "causal-one-query": (asked(causal, 1, 9, 8), None),
     "causal-cache": (asked(causal, 3, 9, 6), named.Causal),
     "causal-padding": (asked(causal, padding=PADDING), named.Causal),
-    "causal-no-padding": (asked(causal, padding=PADDING | True), None),
+    "causal-no-padding": (asked(causal, padding=PADDING | True), named.Causal),
     "causal-padding-cache": (asked(causal, 3, 9, 6, PADDING), named.Causal),
     "window": (asked(window, local_size=4), named.Causal),
-    "window-as-wide": (asked(masking_utils.sliding_window_causal_mask_function(9), local_size=9), None),
+    "window-as-wide": (asked(masking_utils.sliding_window_causal_mask_function(9), local_size=9), named.Causal),
     "window-cut-cache": (asked(window, 3, 6, 6, PADDING, local_size=4), named.Causal),
     "window-one-query": (asked(window, 1, 9, 8, local_size=4), named.Causal),
     "packed": (asked(packed(causal), allow_is_causal_skip=False), named.Causal),
@@ -207,6 +207,28 @@ def test_masks_say_what_those_of_eager_say(name):
     L, S = given["q_length"], given["kv_length"]
     expected = masking_utils.sdpa_mask(**given | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
     assert torch.equal(seen(told, L, S, given["mask_function"] is not bidirectional), expected)
+
+
+def test_a_layer_need_not_know_that_it_is_causal():
+    """NLLB-MoE's decoder says that it is not."""
+    layer, q = torch.nn.Module(), normal(2, 4, 9, 4)
+    layer.is_causal = False
+    got, expected = (
+        named.attention(layer, q, q, q, m)[0] for m in (named.mask(**asked(causal)), seen(None, 9, 9, True))
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["SplinterModel", "LayoutLMModel"])
+def test_a_layer_that_does_not_say_is_causal_if_its_mask_is(name):
+    """Encoders, whose mask of all tokens is None."""
+    cls, ids = getattr(transformers, name), tokens(2, L)
+    config = cls.config_class(**ENCODER, vocab_size=64, max_position_embeddings=16)
+    results = []
+    for config._attn_implementation in ("flash_jvp", "eager"):
+        torch.manual_seed(0)
+        results.append(cls(config).double().eval()(ids).last_hidden_state)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
 def test_padding_that_is_mapped_is_not_read():
@@ -383,6 +405,10 @@ def test_parts_of_a_model_have_names_of_their_own():
 
 
 def test_a_model_that_does_not_call_by_name():
+    config = transformers.BigBirdPegasusConfig(encoder_layers=1, decoder_layers=1, d_model=16, vocab_size=64)
+    config._attn_implementation = "flash_jvp"
+    with pytest.raises(ValueError, match="BigBirdPegasusModel does not call attention by name"):
+        transformers.BigBirdPegasusModel(config)
     config = transformers.GPTNeoConfig(
         vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]
     )
@@ -412,6 +438,7 @@ def test_refused(text, query, arguments):
 def test_what_models_hand_to_kernels_called_flash():
     """Two axes of padding, windows, sequences in one row or in several, and causality or none."""
     layer, q, k = torch.nn.Module(), normal(2, 4, 6, 4), normal(2, 2, 6, 4)
+    layer.is_causal = True
     attend = lambda *x, **arguments: named.attention(layer, *x, **arguments)[0]
     padding = torch.ones(2, 6, dtype=torch.long)
     padding[1, 4:] = 0
