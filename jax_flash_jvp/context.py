@@ -48,7 +48,15 @@ def chunks_of(order: Order, devices: int, device: Any) -> tuple[Any, ...]:
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
-    """Which place in the sequence each row of one in zig-zag order has: integers [length]."""
+    """Which place in the sequence each row of one in zig-zag order has: integers [length], of numpy.
+
+    Args:
+      length: of the whole sequence; a multiple of 2 · `devices`.
+      devices: how many share it.
+
+    Raises:
+      ValueError: if `length` is no such multiple.
+    """
     if length % (2 * devices):
         raise ValueError(
             f"a sequence in zig-zag order must be a multiple of twice the {devices} devices: got {length}; pad it to "

@@ -231,8 +231,8 @@ def check_operands(x: Operands, columns: int | None = None, mask_block: tuple[in
         fits = len(ranges) == 5 and ranges[0] in (1, batch) and ranges[1] in (1, key[2], query[2])
         if not fits or ranges[2] != queries or ranges[3] < 1 or ranges[4] != 2:
             raise ValueError(
-                f"`key_ranges` must have shape (1 or {batch}, 1 or {key[2]} or {query[2]}, {queries}, R, 2), [start, end) of "
-                f"R ranges of keys for each query: got {ranges}"
+                f"`key_ranges` must have shape ({_either(1, batch)}, {_either(1, key[2], query[2])}, {queries}, R, 2), [start, "
+                f"end) of R ranges of keys for each query: got {ranges}"
             )
         if not dtype_of(x.key_ranges).startswith(("int", "uint")):
             raise TypeError(f"`key_ranges` must be of integers: got {dtype_of(x.key_ranges)}; cast it")
@@ -299,6 +299,10 @@ def blocks_of(lengths: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]
     return tuple(-(-n // size) for n, size in zip(lengths, block, strict=True))
 
 
+def _either(*sizes: int) -> str:
+    return " or ".join(dict.fromkeys(map(str, sizes)))
+
+
 def _check_blocks(shape: Sequence[int], scores: Sequence[int], key_heads: int, block: tuple[int, int]) -> None:
     """Of a mask, for scores [B, N, T, S]."""
     batch, heads, *lengths = scores
@@ -306,8 +310,8 @@ def _check_blocks(shape: Sequence[int], scores: Sequence[int], key_heads: int, b
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, key_heads, heads) and shape[2:] == blocks
     if not fits:
         raise ValueError(
-            f"`mask` must have shape (1 or {batch}, 1 or {key_heads} or {heads}, {blocks[0]}, {blocks[1]}), as many blocks of "
-            f"`mask_block_size`={block} as {lengths[0]} queries and {lengths[1]} keys have: got {tuple(shape)}"
+            f"`mask` must have shape ({_either(1, batch)}, {_either(1, key_heads, heads)}, {blocks[0]}, {blocks[1]}), as "
+            f"many blocks of `mask_block_size`={block} as {lengths[0]} queries and {lengths[1]} keys have: got {tuple(shape)}"
         )
 
 

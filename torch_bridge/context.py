@@ -162,6 +162,8 @@ def _checked(name: str, order: Any) -> Order:
 
 
 def _group(name: str, group: Any) -> Group:
+    if isinstance(group, (str, int, tuple, list)):  # before torch.distributed is asked for, which would not help
+        raise TypeError(f"`{name}` must be a ProcessGroup or a DeviceMesh: got {group!r}; name an axis as mesh[axis]")
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"`{name}` needs torch.distributed: call torch.distributed.init_process_group first")
     if isinstance(group, dist.DeviceMesh):

@@ -230,3 +230,12 @@ def test_on_a_gpu(case, bias, monkeypatch, record_property):
     want = everything(expected, *x, **arguments)
     monkeypatch.setattr(reference, "run", run)
     check(lambda: everything(same_seed, *x, **arguments), lambda: want, None, 2e-4)
+
+
+@pytest.mark.parametrize("group", ["context", 2])
+def test_a_context_group_is_no_name(group):
+    x = torch.zeros(1, 2, 8, 4)
+    with pytest.raises(
+        TypeError, match=r"`context_group` must be a ProcessGroup or a DeviceMesh: got .*; name an axis as mesh"
+    ):
+        sdpa(x, x, x, context_group=group)
