@@ -491,7 +491,7 @@ def backward_dual(
     if whole:
         less_h, less_g = add(h, -sums["rows_of_d_ts"]), add(g, -sums["rows_of_d_s"])
         common = dict(d_tq=less_h * sums["mean"], d_q=less_g * sums["mean"] + less_h * sums["t_mean"])
-    if x.bias is not None and x.bias.shape[3] == 1:  # which does not vary along the keys: its gradient is that of ℓ
+    if x.bias is not None and x.bias.shape[3] == 1 and not problem.partial:  # the same for all keys: the gradient of ℓ
         common |= dict(d_tbias=h, d_bias=g)
         sums |= {name: lax.full_like(sums[name], 0) for name in ("d_tbias", "d_bias") if name in sums}
     sums = accumulate(sums, **common)

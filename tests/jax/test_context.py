@@ -155,12 +155,12 @@ def test_zigzag_order():
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("case", ["plain", "bias", "dropout"])
+@pytest.mark.parametrize("case", ["plain", "bias", "bias-of-one-key", "dropout"])
 def test_kernels_of_a_part(case, dtype):
     """Of the portable kernels: results of parts of the keys are float32, and merged or summed what those of all keys are."""
     x, tx = (Operands(*draw((1, 20, 2, 8), (1, 40, 1, 8), (1, 40, 1, 8), dtype=dtype)) for _ in range(2))
     tx = Operands(*(a + 1 for a in tx[:3]))
-    if case == "bias":
+    if case.startswith("bias"):
         (bias,) = draw((1, 2, 20, 40), dtype=dtype)
         x, tx = x._replace(bias=bias), tx._replace(bias=bias)
     if case == "dropout":
@@ -168,14 +168,14 @@ def test_kernels_of_a_part(case, dtype):
     problem = Problem(scale=0.3, dropout_rate=0.5 if case == "dropout" else 0.0, implementation="portable")
     partial = Problem(**{**vars(problem), "partial": True})
     launcher = launch.Interpreter()
-    want = (True, True, True, case == "bias")
+    want = (True, True, True, case.startswith("bias"))
 
     def part(a, start, stop):
         columns = lambda bias: None if bias is None else bias[..., start:stop]
         a = a._replace(key=a.key[:, start:stop], value=a.value[:, start:stop], bias=columns(a.bias))
         return a if a.seed is None else a._replace(seed=a.seed.at[:, 4].set(start))
 
-    parts = [(0, 13), (13, 40)]
+    parts = [(0, 1), (1, 40)] if case == "bias-of-one-key" else [(0, 13), (13, 40)]
     got = [jobs.forward(launcher, partial, part(x, *p), part(tx, *p)) for p in parts]
     assert {a.dtype for y in got for a in y} == {jnp.dtype("float32")}
     y = o, lse, t_o, mu = merged(jnp, *got)
@@ -341,12 +341,13 @@ def test_packed_sequences(order):
     check(first_order, got, whole, tuple(a[0] for a in operands(16, 24)))
 
 
-def test_a_bias_with_x64():
-    """Where numbers of the host are of another integer type than the place of a device."""
+def test_a_bias_in_chunks_of_one_key():
+    """Which is not the same for all keys.  With x64, where numbers of the host are of another type than the place of a device."""
     with jax.enable_x64(True):
-        x = (*operands(8, dtype="float64"), *draw((1, N, 8, 8), dtype="float64"))
-        got = shared(2, more=[("bias", PartitionSpec(None, None, "devices"))])
-        check(lambda f, *x: jax.grad(lambda *x: jnp.sin(f(*x)).sum(), 3)(*x), got, dot_product_attention, x)
+        x = (*operands(4, dtype="float64"), *draw((1, N, 4, 4), dtype="float64"))
+        got = shared(2, more=[("bias", PartitionSpec(None, None, "devices"))], is_causal=True)
+        whole = functools.partial(dot_product_attention, is_causal=True)
+        check(lambda f, *x: jax.grad(lambda *x: jnp.sin(f(*x)).sum(), 3)(*x), got, whole, x)
 
 
 @pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.thorough)])

@@ -46,7 +46,9 @@ def features(problem: Problem, x: Operands) -> Features:
     mask = axes_of(x.mask, query_heads, key_heads)
     if problem.mask_block is not None:  # which is packed, however few blocks there are
         mask = dataclasses.replace(mask, rows=True, columns=True)
-    ranges = axes_of(x.key_ranges, query_heads, key_heads)
+    ranges, bias = (axes_of(a, query_heads, key_heads) for a in (x.key_ranges, x.bias))
+    if problem.partial and bias.present and keys == 1:  # of several, along which it may vary
+        bias = dataclasses.replace(bias, columns=True)
     listed = any(a is not None for a in (x.mask, x.query_segments, x.key_ranges))
     by_batch = batch > 1 and any(a is not None for a in (x.query_segments, x.query_lengths, x.key_lengths))
     by_head = mask.heads or ranges.heads
@@ -56,7 +58,7 @@ def features(problem: Problem, x: Operands) -> Features:
         query_lengths=x.query_lengths is not None, key_lengths=x.key_lengths is not None,
         segments=x.query_segments is not None, dropout=x.seed is not None, partial=problem.partial,
         queries_aligned=queries % ALIGNED == 0, keys_aligned=keys % ALIGNED == 0,
-        bias=axes_of(x.bias, query_heads, key_heads), mask=mask, mask_rows=mask_rows, mask_columns=mask_columns,
+        bias=bias, mask=mask, mask_rows=mask_rows, mask_columns=mask_columns,
         mask_pages=x.mask_pages is not None, ranges=ranges,
         intervals=0 if x.key_ranges is None else x.key_ranges.shape[3],
         tiles=Axes(
@@ -147,7 +149,7 @@ class PortableCall:
 
     def padded(self, matrix: Any) -> Any:
         """A bias, the rows of a matrix [T, S] filled up, so that several elements are read at a time."""
-        if matrix is None or 1 in matrix.shape[2:] or matrix.shape[3] % ALIGNED == 0:
+        if matrix is None or not self.features.bias.matrix or matrix.shape[3] % ALIGNED == 0:
             return matrix
         return self.launcher.padded(matrix, -matrix.shape[3] % ALIGNED)
 
