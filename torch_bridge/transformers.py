@@ -37,6 +37,12 @@ class Causal(NamedTuple):
     def ndim(self) -> int:  # transformers asks a mask that was made before whether it is padding
         return 4
 
+    @property
+    def shape(
+        self,
+    ) -> tuple[int, ...]:  # and in an encoder that generates of how many keys, of which `mask` makes nothing
+        return (1,) * self.ndim
+
 
 # ------------------------------------------------------------------------------------------------ what queries see
 

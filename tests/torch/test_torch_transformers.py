@@ -308,6 +308,19 @@ def test_generates_with_windows_in_all_layers():
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
+def test_generates_with_an_encoder():
+    """Of which a static cache's mask, made before, takes another way."""
+    config = transformers.BertConfig(**ENCODER, vocab_size=64, max_position_embeddings=16, pad_token_id=0)
+    options = dict(max_new_tokens=3, do_sample=False, cache_implementation="static", disable_compile=True)
+    given, logits = inputs_of("bert")[0], []
+    for config._attn_implementation in ("flash_jvp", "eager"):
+        torch.manual_seed(0)
+        model = transformers.BertLMHeadModel(config).double().eval()
+        run = model.generate(**given, **options, output_logits=True, return_dict_in_generate=True)
+        logits.append(torch.stack(run.logits))
+    torch.testing.assert_close(*logits, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_prompt_in_pieces(name):
     ids = tokens(2, L)
