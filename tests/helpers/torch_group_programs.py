@@ -161,7 +161,7 @@ def errors(rank, n):
         "`attn_mask` must not be a BlockMask in a context": lambda: attend(
             attn_mask=create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu")
         ),
-        "`key_ranges` must have shape (1 or 2, 1 or 3 or 3, 4, R, 2)": lambda: attend(key_ranges=ranges),
+        "`key_ranges` must have shape (1 or 2, 1 or 3, 4, R, 2)": lambda: attend(key_ranges=ranges),
         "`cu_seqlens_q` must end at the number of tokens, 8": lambda: packed(4),
         "`query` must have an even number of rows in": lambda: packed(3, order="zigzag"),
         "must call attention alike": lambda: attend(*[q[:, :, : 2 + rank]] * 3, context_strategy="ring"),
