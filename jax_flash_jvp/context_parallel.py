@@ -105,9 +105,8 @@ class Shards:
             row = block.rows[0] * self.row_chunk if whole.shape[2] > 1 else 0
             starts = self.column_starts(block, step)
             for piece, column in zip(jnp.split(part, len(starts), 3), starts, strict=True):
-                at = [
-                    jnp.asarray(n, jnp.int32) for n in (0, 0, row, column)
-                ]  # with x64 numbers would be of another type
+                # of one type, which with x64 numbers would not be
+                at = [jnp.asarray(n, jnp.int32) for n in (0, 0, row, column)]
                 whole = lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, at, piece.shape) + piece, at)
             return whole
         parts, chunk = (block.rows, self.row_chunk) if kind == "rows" else (block.columns, self.column_chunk)

@@ -21,9 +21,8 @@ from transformers.masking_utils import (
 from torch_bridge.attention import attend, options_of
 
 NAME = "flash_jvp"
-BY_HAND = (
-    "BigBirdPegasus",
-)  # models of which a part alone calls attention by name: others add what `mask` gives to scores
+# models of which a part alone calls attention by name: others add what `mask` gives to scores
+BY_HAND = ("BigBirdPegasus",)
 
 
 class Causal(NamedTuple):
@@ -38,9 +37,8 @@ class Causal(NamedTuple):
         return 4
 
     @property
-    def shape(
-        self,
-    ) -> tuple[int, ...]:  # and in an encoder that generates of how many keys, of which `mask` makes nothing
+    def shape(self) -> tuple[int, ...]:
+        """In an encoder that generates transformers asks for how many keys it was made, of which `mask` makes nothing."""
         return (1,) * self.ndim
 
 
