@@ -396,7 +396,7 @@ def test_meanflow(name, contenders, tmp_path, monkeypatch):
             assert share == pytest.approx(float(row["attention_milliseconds"]) / ms)
 
 
-@pytest.mark.parametrize("name", ["jax", "torch"])
+@pytest.mark.parametrize("name", [pytest.param("jax", marks=pytest.mark.thorough), "torch"])
 def test_meanflow_does_not_time_what_is_wrong(name, tmp_path, monkeypatch, capsys):
     """Attention that takes queries and keys for constants: the loss is nearly right, its derivative along the flow not."""
     module = importlib.import_module(f"{name}_steps")

@@ -65,6 +65,7 @@ def test_results_in_torch_go_by_what_is_asked_for(checked):
     assert "No overload variant" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [("portable", "cudnn"), ("is_causal", "causal")])
 def test_wrong_arguments_are_found(change, checked):
     code, said = checked(PROGRAM.replace(*change))
