@@ -42,7 +42,9 @@ def on_page_content(content: str, **_) -> str:
 
 def _math(display: str):
     def replace(found: re.Match) -> str:
-        formula = convert(html.unescape(found[1]).strip(), display=display)
+        # browsers do not break lines in MathML: equations that stand beside each other are formulas of their own
+        parts = html.unescape(found[1]).split(r"\qquad")
+        formula = "".join(convert(part.strip(), display=display) for part in parts)
         formula = formula.replace("<mover>", '<mover accent="true">')  # dots and bars, close to what they stand over
         return formula if display == "inline" else f'<div class="formula">{formula}</div>'
 

@@ -23,12 +23,24 @@ def reorder_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
 
     Of 2n chunks, n being the number of `devices`, the first shard has the first and the last, and so on.  Places for rotary
     embeddings are then `zigzag_positions(length, devices)`.
+
+    Args:
+      x: an array with a whole sequence along `axis`.
+      devices: how many share it.
+      axis: that of the sequence.
+
+    Raises:
+      ValueError: the length of the sequence is no multiple of 2 · `devices`.
     """
     return jnp.take(x, zigzag_positions(x.shape[axis], devices), axis)
 
 
 def restore_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
-    """The inverse of `reorder_zigzag`."""
+    """The inverse of `reorder_zigzag`, with the same arguments.
+
+    Raises:
+      ValueError: the length of the sequence is no multiple of 2 · `devices`.
+    """
     return jnp.take(x, np.argsort(zigzag_positions(x.shape[axis], devices)), axis)
 
 

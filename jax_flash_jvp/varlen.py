@@ -75,6 +75,8 @@ def varlen_attention(
       ValueError: `cu_seqlens` that decrease, or do not end at the number of tokens: where their numbers are in the host's memory.
         Where they are traced or on a device they are not looked at: what lies beyond the last sequence belongs to none.
       TypeError: `cu_seqlens` that are no integers.
+
+    Other errors are those of `dot_product_attention`.
     """
     q, k = as_array("query", query), as_array("key", key)
     if q.ndim != 3 or k.ndim != 3:

@@ -5,7 +5,8 @@
 
 Every function but `sliding_tile` returns int32 [1|B, 1, T, R, 2]: of each query the intervals [start, end) of keys that it sees.
 `like`, any array, says of which framework, and on which device, the result is; without it, and without other arrays, numpy's.
-Numbers that may be arrays of one for each batch entry, [B], may be traced: their values need no recompilation.
+Numbers that may be arrays of one for each batch entry, [B], may be traced: their values need no recompilation.  Sizes that are
+not positive or do not fit raise a ValueError, what is no integer a TypeError.
 """
 
 import importlib

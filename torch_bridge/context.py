@@ -297,12 +297,25 @@ def _of_all_keys(group: Group, call: Call) -> Tensor | None:
 
 def reorder_zigzag(x: Tensor, devices: int, axis: int = 1) -> Tensor:
     """A whole sequence in the order in which `devices` processes hold it under `order="zigzag"`: process i holds the i-th of
-    `devices` equal parts of it.  For tokens, positions, targets and segment ids alike; :func:`restore_zigzag` undoes it."""
+    `devices` equal parts of it.  For tokens, positions, targets and segment ids alike; :func:`restore_zigzag` undoes it.
+
+    Args:
+      x: a tensor with a whole sequence along `axis`.
+      devices: how many processes share it.
+      axis: that of the sequence.
+
+    Raises:
+      ValueError: the length of the sequence is no multiple of 2 · `devices`.
+    """
     return x.index_select(axis, _positions(x, devices, axis))
 
 
 def restore_zigzag(x: Tensor, devices: int, axis: int = 1) -> Tensor:
-    """A whole sequence in its own order, from that of :func:`reorder_zigzag`."""
+    """A whole sequence in its own order, from that of :func:`reorder_zigzag`, with the same arguments.
+
+    Raises:
+      ValueError: the length of the sequence is no multiple of 2 · `devices`.
+    """
     return x.index_select(axis, _positions(x, devices, axis).argsort())
 
 

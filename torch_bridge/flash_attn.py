@@ -78,6 +78,15 @@ def flash_attn_func(
       bias: as `attn_mask` there, but goes with `causal` too.
       causal_alignment: as there; by default "lower_right", as in flash-attn since 2.1, but "upper_left" with a `bias`.
 
+    Returns:
+      [B, L, Hq, Ev] in the dtype of `q`; with `return_attn_probs`, (it, the log-sum-exp, None).
+
+    Raises:
+      ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `causal` beside a CausalBias.
+      TypeError: dtypes that are not supported or differ, what is no tensor, flag or number, a `window_size` that is no pair of
+        integers, an argument that is given twice or too many after a `bias`.
+      RuntimeError: as of :func:`torch_bridge.scaled_dot_product_attention`.
+
     Calls of `flash_attn_triton.py`, with a bias or None after the tensors, then `causal` and `softmax_scale`, mean what they
     meant there: query i attends to keys 0 … i.  Errors about how tensors fit speak of `query`, `key` and `value`.
     """
@@ -161,7 +170,12 @@ def flash_attn_qkvpacked_func(
     bias: Tensor | CausalBias | None = None,
     causal_alignment: Alignment | None = None,
 ) -> Tensor | Results:
-    """:func:`flash_attn_func` of qkv [B, L, 3, H, E], which is not copied."""
+    """:func:`flash_attn_func` of qkv [B, L, 3, H, E], which is not copied.
+
+    Raises:
+      ValueError: `qkv` is not of this shape; and what :func:`flash_attn_func` raises.
+      TypeError: `qkv` is no tensor; and what :func:`flash_attn_func` raises.
+    """
     tensors = qkv, overriding(bias)
     ours: dict[str, Any] = dict(bias=bias, causal_alignment=causal_alignment)
     others: list[Any]
@@ -193,7 +207,12 @@ def flash_attn_kvpacked_func(
     bias: Tensor | CausalBias | None = None,
     causal_alignment: Alignment | None = None,
 ) -> Tensor | Results:
-    """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E], which is not copied."""
+    """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E], which is not copied.
+
+    Raises:
+      ValueError: `kv` is not of this shape; and what :func:`flash_attn_func` raises.
+      TypeError: `kv` is no tensor; and what :func:`flash_attn_func` raises.
+    """
     tensors = q, kv, overriding(bias)
     ours: dict[str, Any] = dict(bias=bias, causal_alignment=causal_alignment)
     others: list[Any]

@@ -27,11 +27,21 @@ class _Patch:
 def patch() -> Iterator[None]:
     """While open, this package's function is `scaled_dot_product_attention` in :mod:`torch.nn.functional`, and in every
     loaded module that imported it from there, under whatever name, for all threads; where several overlap, until the last
-    is closed.  Not in classes, closures and defaults of arguments that hold it.  Modules that import the function while it
-    is open keep this package's.  Open it before a compiled model is first called, and keep it open over the backward of a
-    checkpointed one, which calls the model again.  The fast path of PyTorch's own layers (torch.backends.mha), which has no
-    derivatives, is closed meanwhile.  Out of reach are torch.nn.MultiheadAttention with need_weights=True, its default, which
-    never calls the function, and what torch.jit.script compiles, which calls PyTorch's."""
+    is closed.
+
+    Open it before a compiled model is first called, and keep it open over the backward of a checkpointed one, which calls the
+    model again.  The fast path of PyTorch's own layers (torch.backends.mha), which has no derivatives, is closed meanwhile.
+    Modules that import the function while it is open keep this package's.
+
+    Out of reach are classes, closures and defaults of arguments that hold the function; torch.nn.MultiheadAttention with
+    need_weights=True, its default, which never calls it; and what torch.jit.script compiles, which calls PyTorch's.
+
+    Raises:
+      ValueError: from calls while it is open, as :func:`torch_bridge.scaled_dot_product_attention` does, as where `attn_mask` and
+        `is_causal` are given together.  To open it raises nothing.
+      TypeError: likewise.
+      RuntimeError: likewise.
+    """
     with _Patch.lock:
         if not _Patch.count:
             if _Patch.original is not torch.nn.functional.scaled_dot_product_attention:

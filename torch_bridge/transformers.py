@@ -1,8 +1,15 @@
 """`attn_implementation="flash_jvp"` in transformers, from the import of this module on.
 
-transformers asks two functions of that name: `mask` what the queries of a kind of layers see, and `attention` in each layer.
-What one hands to the other is None (all keys, or in causal layers those up to the query), a mask, or a `Causal`.
+    import torch_bridge.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flash_jvp")
+    model.set_attn_implementation("flash_jvp")  # of one that is loaded
+
+A model that does not call attention by name raises a ValueError when it is given this one, and so do calls with
+`output_attentions`, with paged caches, and of causal packed sequences with a cache.
 """
+
+# transformers asks two functions of that name: `mask` what the queries of a kind of layers see, and `attention` in each layer.
+# What one hands to the other is None (all keys, or in causal layers those up to the query), a mask, or a `Causal`.
 
 import functools
 from collections.abc import Callable, Mapping

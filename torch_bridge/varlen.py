@@ -98,9 +98,10 @@ def flash_attn_varlen_func(
         probabilities, which are never formed.
 
     Raises:
-      ValueError: `cu_seqlens` that decrease, or do not end at the number of tokens: where they are on the CPU.  On a GPU, and
-        where torch.compile traces, they are not looked at: what lies beyond the last sequence belongs to none, and gives zeros.
-      TypeError: `cu_seqlens` that are no integers.
+      ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `block_table`.  `cu_seqlens` that
+        decrease, or do not end at the number of tokens: where they are on the CPU.  On a GPU, and where torch.compile traces,
+        they are not looked at: what lies beyond the last sequence belongs to none, and gives zeros.
+      TypeError: `cu_seqlens` that are no integers, and as of :func:`flash_attn_func`.
     """
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
     if has_torch_function(tensors):
