@@ -176,7 +176,7 @@ def dot_product_attention(
       context_axis: inside `jax.shard_map`, the axis or axes of the mesh over whose devices the sequence is divided, queries and
         keys alike: T and S are then those of a shard, and so are segment ids; lengths are those of the sequence, a `mask` or
         `bias` has the rows of the shard and all columns, `key_ranges` have the rows of the shard and places in the
-        sequence.  Outside, None: there JAX knows how arrays are divided.
+        sequence; `mask_block_size` raises.  Outside, None: there JAX knows how arrays are divided.
       context_strategy: "ulysses" exchanges shards of the sequence for shards of the heads, "ring" sends keys and values around,
         "all_gather" gives them to every device.  None: "ulysses" where the devices divide K and neither `bias` nor `mask`
         varies along the queries, else "ring".

@@ -179,9 +179,9 @@ def scaled_dot_product_attention(
       context_group, context_strategy, context_order: who shares the sequences, and how, as :func:`context_parallel` says, whose
         open context they take the place of.  Tensors are this process's parts then: L and S count its own queries and keys.
         Segment ids and the rows of `key_ranges` are cut alike; lengths, windows and places are those of the whole sequence;
-        `attn_mask` has this process's queries
-        and all keys in the order of the sequence, or one row for its keys.  All drop what the first process of the group draws.
-        Of DTensors, placements say who shares what, and shapes are those of whole tensors.
+        `attn_mask` has this process's queries and all keys in the order of the sequence, or one row for its keys; masks of blocks
+        raise.  All drop what the first process of the group draws.  Of DTensors, placements say who shares what, and shapes are
+        those of whole tensors.
       return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -192,7 +192,8 @@ def scaled_dot_product_attention(
       `sinks`, which is then the sink).
 
     Raises:
-      ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`.
+      ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`, a mask of blocks
+        where processes share a sequence.
       TypeError: dtypes that are not supported or differ, a tensor as `scale` or `dropout_p`, an `is_causal` that is no bool.
       UserWarning: a window that hides all keys, as (-1, -1) does.
       RuntimeError: a derivative that torch.compile or forward_ad would get wrong; the text says what to do instead.

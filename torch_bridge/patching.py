@@ -37,10 +37,8 @@ def patch() -> Iterator[None]:
     need_weights=True, its default, which never calls it; and what torch.jit.script compiles, which calls PyTorch's.
 
     Raises:
-      ValueError: from calls while it is open, as :func:`torch_bridge.scaled_dot_product_attention` does, as where `attn_mask` and
-        `is_causal` are given together.  To open it raises nothing.
-      TypeError: likewise.
-      RuntimeError: likewise.
+      ValueError, TypeError, RuntimeError: not where it is opened, but in calls meanwhile, which raise what
+        :func:`torch_bridge.scaled_dot_product_attention` raises, as where `attn_mask` and `is_causal` are given together.
     """
     with _Patch.lock:
         if not _Patch.count:
