@@ -177,13 +177,14 @@ def run_case(case, sizes, strategy, part, group, dtype, device="cpu"):
 
 
 def relative(a, b, group=None):
-    """The norm of the error over that of what is right, in all processes together."""
+    """The norm of the error over that of what is right, in all processes together; of what is zero, as the gradient of a bias
+    that all keys share, sums of large numbers leave some 1e-14."""
     a, b = a.double(), b.double()
     sums = torch.stack([(a - b).square().sum(), b.square().sum()])
     if group is not None:
         dist.all_reduce(sums, group=group)
     error, size = sums.sqrt().tolist()
-    return error / max(size, 1e-3)
+    return error / max(size, 1e-2)
 
 
 def spawn(worker, n, folder, *args):
