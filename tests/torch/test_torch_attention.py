@@ -1357,3 +1357,20 @@ def test_deterministic_or_as_the_framework_is(monkeypatch):
     assert told == [False, True, False, True, False, True, True]
     with pytest.raises(TypeError, match="`deterministic` must be True or False"):
         sdpa(q, q, q, deterministic=1)
+
+
+def test_plans_of_arrays_that_are_changed_in_place():
+    """An output of a launch that a later one adds to, by a descriptor: one place for both."""
+    plans = pytest.importorskip("torch_bridge.plans")
+    told, sums, result = [], torch.zeros(64), torch.zeros(3)
+    launched = [
+        plans.Launched(told.append, [torch.ones(2), sums], [sums]),
+        plans.Launched(told.append, [plans.Mapped(sums, lambda address: ("descriptor", address)), result], [result]),
+    ]
+    q = launched[0].arguments[0]
+    plan = plans.made([q], launched, [result])
+    other = torch.ones(2)
+    (got,) = plans.follow(plan, [other], [other.data_ptr()])
+    (first, zeros), ((kind, place), written) = told
+    assert (first, kind, written) == (other.data_ptr(), "descriptor", got.data_ptr())
+    assert zeros == place not in (first, written, sums.data_ptr())
