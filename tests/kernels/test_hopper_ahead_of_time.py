@@ -190,7 +190,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
     ("head_dim", "kind"),
     [
         pytest.param(d, kind, marks=[pytest.mark.slow] * ((d, kind) not in {(64, "whole"), (128, "causal-ragged")}))
-        for d, kind in itertools.product((64, 72, 96, 128), ALONE)
+        for d, kind in itertools.product((64, 72, 80, 96, 128), ALONE)
     ],
 )
 def test_one_pass_compiles(monkeypatch, head_dim, kind):
@@ -206,13 +206,17 @@ def test_one_pass_compiles(monkeypatch, head_dim, kind):
         if name != "one_pass":
             assert resources.spill_stores == 0
             continue
-        assert resources.spill_stores <= 450
+        assert resources.spill_stores <= 500
         assert "cp.reduce.async.bulk.tensor" in resources.ptx
         sass = resources.sass
         assert unset_reads(sass) == {}
         loops = loops_of_products(sass)
         assert len(loops) >= constants["GROUPS"]
-        assert max(sum(i.startswith("STL") for i in body) for body in loops) <= 8
+        count = lambda word, body: sum(word in i for i in body)
+        # three warpgroups that mask either end keep descriptors in memory with Triton 3.9
+        stores, loads = (24, 56) if (head_dim, kind) == (64, "window-lengths") else (5, 25)
+        assert max(count("STL", body) for body in loops) <= stores
+        assert max(count("LDL", body) for body in loops) <= loads
 
 
 def test_unset_reads_are_found():

@@ -103,18 +103,30 @@ def wait_empty(bars, at):
 
 
 @gluon.jit
+def tile_range(visits, options):
+    """What `tile_of` takes: numbers of a list, or of the tiles themselves, from the first that is seen to the last, as they come,
+    which takes fewer registers than those before others that are seen whole."""
+    n = visits.plain_end + visits.masked_end
+    if options.FEATURES.tiles.present:
+        return 0, n
+    else:
+        return visits.start, visits.start + n
+
+
+@gluon.jit
 def tile_of(t, visits, options):
-    """The t-th tile that a block visits: first those that it sees whole, as in `tile_at`, of which there is one loop."""
     if options.FEATURES.tiles.present:
         return gl.load(visits.start + t)
     else:
-        j = visits.first + t
-        if options.HAS_MASKED:
-            if t >= visits.plain_end:
-                j = visits.start + t - visits.plain_end
-                if j >= visits.first:
-                    j += visits.end - visits.first
-        return j
+        return t
+
+
+@gluon.jit
+def is_masked(t, visits, options):
+    if options.FEATURES.tiles.present:
+        return t >= visits.plain_end
+    else:
+        return (t < visits.first) | (t >= visits.end)
 
 
 # ------------------------------------------------------------------------------------------------ the warps that load and add
@@ -135,7 +147,8 @@ def produce(arrays, memory, ints, selection, options):
     for i_g in range(block.group):
         i_h = block.i_stream + i_g
         visits = visits_of_head(i_g, block, ints, selection, options)
-        for t in range(visits.plain_end + visits.masked_end):
+        low, high = tile_range(visits, options)
+        for t in range(low, high):
             j = tile_of(t, visits, options)
             of_tile = (i_b * ints.HQ + i_h) * n_tiles + j
             use = at(i, options.SLOTS)
@@ -179,7 +192,8 @@ def add(arrays, memory, COMMON, ints, selection, options):
     for i_g in range(block.group):
         i_h = block.i_stream + i_g
         visits = visits_of_head(i_g, block, ints, selection, options)
-        for t in range(visits.plain_end + visits.masked_end):
+        low, high = tile_range(visits, options)
+        for t in range(low, high):
             of_tile = (i_b * ints.HQ + i_h) * n_tiles + tile_of(t, visits, options)
             wait(memory.dq_full, at(i, 1))
             if options.CORRECTED:
@@ -280,6 +294,7 @@ def multiply(i, j, masked, w: gl.constexpr, a_start, sight, ds, b_dk, b_dv, memo
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     dtype: gl.constexpr = memory.k[0].dtype
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
+    a_start += i >> 30  # so that numbers of rows are worked out here, as the loop has no registers for them
     use = at(i, options.SLOTS)
     slot = gl.where(i > 0, at(i + options.SLOTS - 1, options.SLOTS).slot, 0)  # of the tile before
     kept = at(i, options.KEPT)
@@ -369,9 +384,10 @@ def consume(w: gl.constexpr, memory, COMMON, results, scale, ints, selection, op
         sight = selected(
             selection, i_b, block.i_stream + i_g, ints, block.query_end, block.key_end, False, FEATURES
         )  # fmt: skip
-        for t in range(visits.plain_end + visits.masked_end):
+        low, high = tile_range(visits, options)
+        for t in range(low, high):
             j = tile_of(t, visits, options)
-            masked = t >= visits.plain_end
+            masked = is_masked(t, visits, options)
             ds, b_dk, b_dv = multiply(i, j, masked, w, a_start, sight, ds, b_dk, b_dv, memory, scale, options)
             turn = make_dq_in_turn(i, turn, w, memory, options)
             i += 1
