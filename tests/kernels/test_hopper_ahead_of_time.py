@@ -210,11 +210,11 @@ def test_one_pass_compiles(monkeypatch, head_dim, kind):
         assert "cp.reduce.async.bulk.tensor" in resources.ptx
         sass = resources.sass
         assert unset_reads(sass) == {}
-        loops = loops_of_products(sass, most=1400)
+        loops = loops_of_products(sass)
         assert len(loops) >= constants["GROUPS"]
         count = lambda word, body: sum(word in i for i in body)
         # three warpgroups that mask either end keep descriptors in memory with Triton 3.9
-        stores, loads = (24, 56) if (head_dim, kind) == (64, "window-lengths") else (6, 35)
+        stores, loads = (24, 56) if (head_dim, kind) == (64, "window-lengths") else (4, 30)
         assert max(count("STL", body) for body in loops) <= stores
         assert max(count("LDL", body) for body in loops) <= loads
 
