@@ -38,11 +38,12 @@ from torch_bridge import flash_attn_varlen_func
 ALL = "all keys"
 
 
-class Way(NamedTuple):
-    """`meaning` says it to the oracle, and to the contender unless that has arguments of its own."""
+class Seen(NamedTuple):
+    """What queries see, and the ways to say so."""
 
-    meaning: dict[str, Any]
-    attention: Callable = framework.ours
+    share: float  # of all scores
+    meaning: dict[str, Any]  # said to the oracle
+    ways: dict[str, Callable]
 
 
 class Row(NamedTuple):
@@ -58,11 +59,8 @@ class Row(NamedTuple):
     peak_mib: float
 
 
-def by_segments(ids: torch.Tensor) -> Callable:
-    def attention(q, k, v, **_):
-        return framework.ours(q, k, v, query_segment_ids=ids, key_value_segment_ids=ids)
-
-    return attention
+def given(**arguments: Any) -> Callable:
+    return lambda q, k, v, **_: framework.ours(q, k, v, **arguments)
 
 
 def by_cu_seqlens(edges: torch.Tensor, longest: int) -> Callable:
@@ -73,26 +71,29 @@ def by_cu_seqlens(edges: torch.Tensor, longest: int) -> Callable:
     return attention
 
 
-def ways(case: Case, with_masks: bool) -> Iterator[tuple[str, float, Way]]:
-    """What it is called, and the share of all scores that it leaves."""
+def everything_seen(case: Case, with_masks: bool) -> Iterator[Seen]:
     length, on = case.length, lambda a: torch.as_tensor(a, device=framework.DEVICE)
-    yield ALL, 1.0, Way({})
-    yield "causal, is_causal", 0.5, Way({"is_causal": True})
-    yield "causal, ranges", 0.5, Way({"key_ranges": on(visibility.causal(length))})
+    yield Seen(1.0, {}, {ALL: given()})
+    causal = {"is_causal": True}
+    by_ranges = given(key_ranges=on(visibility.causal(length)))
+    yield Seen(0.5, causal, {"causal, is_causal": given(**causal), "causal, ranges": by_ranges})
     for feature in ("teacher-forcing", "block-sparse"):
         meaning = {name: on(a) for name, a in case._replace(feature=feature).structure().items()}
-        yield f"{feature}, {'blocks' if 'blocks' in meaning else 'ranges'}", FEATURES[feature], Way(meaning)
+        ways = {f"{feature}, {'blocks' if 'blocks' in meaning else 'ranges'}": given(**meaning)}
         if with_masks:
             mask = framework.elements(meaning.get("key_ranges"), meaning.get("blocks"), length, length)
-            yield f"{feature}, boolean mask", FEATURES[feature], Way({"attn_mask": mask})
+            ways[f"{feature}, boolean mask"] = given(attn_mask=mask)
+        yield Seen(FEATURES[feature], meaning, ways)
     edges = [n * length // 16 for n in DOCUMENTS]
     ranges = {"key_ranges": on(visibility.documents(length, edges))}
     ids = on(torch.bucketize(torch.arange(length), torch.tensor(edges[1:]), right=True))[None].expand(case.batch, -1)
     longest = max(b - a for a, b in itertools.pairwise(edges))
-    packed = by_cu_seqlens(on(torch.tensor(edges, dtype=torch.int32)), longest)
-    yield "documents, ranges", FEATURES["varlen"], Way(ranges)
-    yield "documents, segment ids", FEATURES["varlen"], Way(ranges, by_segments(ids))
-    yield "documents, cu_seqlens", FEATURES["varlen"], Way(ranges, packed)
+    ways = {
+        "documents, ranges": given(**ranges),
+        "documents, segment ids": given(query_segment_ids=ids, key_value_segment_ids=ids),
+        "documents, cu_seqlens": by_cu_seqlens(on(torch.tensor(edges, dtype=torch.int32)), longest),
+    }
+    yield Seen(FEATURES["varlen"], ranges, ways)
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -104,16 +105,19 @@ def run(options: argparse.Namespace) -> bool:
             arrays = framework.draw(case)
             for job in options.jobs:
                 prepared, shares = {}, {}
-                for name, share, way in ways(case, length <= options.longest_mask):
-                    if options.ways and name not in options.ways and name != ALL:
+                for seen in everything_seen(case, length <= options.longest_mask):
+                    asked = [name for name in seen.ways if not options.ways or name in (*options.ways, ALL)]
+                    if not asked:
                         continue
-                    oracle = Oracle(framework, job, way.meaning, arrays)
-                    outcome = prepare(framework, Contender(way.attention), job, way.meaning, arrays, oracle)
-                    if isinstance(outcome, Failure):
-                        print(f"{job}, {name}, {case}: {outcome.reason}", flush=True)
-                        all_right = False
-                    else:
-                        prepared[name], shares[name] = outcome, share
+                    oracle = Oracle(framework, job, seen.meaning, arrays)
+                    for name in asked:
+                        contender = Contender(seen.ways[name])
+                        outcome = prepare(framework, contender, job, seen.meaning, arrays, oracle)
+                        if isinstance(outcome, Failure):
+                            print(f"{job}, {name}, {case}: {outcome.reason}", flush=True)
+                            all_right = False
+                        else:
+                            prepared[name], shares[name] = outcome, seen.share
                 medians, matmul = in_turns(framework, {name: p.call for name, p in prepared.items()}, options)
                 for name, ms in medians.items():
                     ratio = ms / medians.get(ALL, float("nan"))

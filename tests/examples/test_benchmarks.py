@@ -110,8 +110,9 @@ def test_ways_to_say_who_sees_whom(tmp_path, capsys, monkeypatch):
         ways = [row["way"] for row in csv.DictReader(file)]
     assert ways[0] == visibility.ALL
     assert len(ways) == 10
-    monkeypatch.setattr(visibility, "by_segments", lambda ids: torch_calls.ours)  # which would see other documents
-    monkeypatch.setattr(torch_calls, "ours", lambda q, k, v, **_: torch_calls.naive_attention(q, k, v))
+    monkeypatch.setattr(
+        torch_calls, "ours", lambda q, k, v, **_: torch_calls.naive_attention(q, k, v)
+    )  # sees everything
     assert visibility.main([*arguments, "--ways", "documents, segment ids", "documents, cu_seqlens"]) == 1
     assert "documents, segment ids, H2 L32 D16: WRONG" in capsys.readouterr().out
 
