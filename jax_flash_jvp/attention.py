@@ -1,6 +1,7 @@
 """The public function."""
 
 import dataclasses
+import os
 import warnings
 from typing import Any, Literal, Never, TypedDict, Unpack, get_args, overload
 
@@ -34,11 +35,12 @@ from jax_flash_jvp.reference import cut
 
 IMPLEMENTATIONS = (None, *get_args(Implementation))
 LARGEST = np.iinfo(np.int32).max
+XLA_DETERMINISTIC = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 OURS = {  # by their names in other libraries
     "sm_scale": "scale", "softmax_scale": "scale", "causal": "is_causal", "window_size": "local_window_size",
     "sliding_window": "local_window_size", "softcap": "logits_soft_cap", "attn_mask": "mask", "dropout_p": "dropout_rate",
     "dropout_rng": "dropout_key", "return_lse": "return_residual", "segment_ids": "query_segment_ids",
-    **dict.fromkeys(("dtype", "precision", "deterministic", "broadcast_dropout"), "jax_flash_jvp.flax.attention_fn"),
+    **dict.fromkeys(("dtype", "precision", "broadcast_dropout"), "jax_flash_jvp.flax.attention_fn"),
 }  # fmt: skip
 
 
@@ -63,6 +65,7 @@ class Options(TypedDict, total=False):
     context_axis: str | tuple[str, ...] | None
     context_strategy: Strategy | None
     context_order: Order
+    deterministic: bool | None
 
 
 @overload
@@ -124,6 +127,7 @@ def dot_product_attention(
     context_axis: str | tuple[str, ...] | None = None,
     context_strategy: Strategy | None = None,
     context_order: Order = "contiguous",
+    deterministic: bool | None = None,
     **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
@@ -183,6 +187,9 @@ def dot_product_attention(
       context_order: "contiguous", or "zigzag" where the sequence is in the order of
         :func:`jax_flash_jvp.reorder_zigzag`, which spares a causal ring the exchange of half of each shard.  Masks and
         biases have their columns in the order of the sequence.
+      deterministic: True: gradients have the same bits on every run.  None: if XLA's operations have, by
+        ``--xla_gpu_deterministic_ops`` or ``--xla_gpu_exclude_nondeterministic_ops`` in XLA_FLAGS.  Else kernels may add up
+        in whatever order terms come, where that is faster; so far none does.  Dropout does not depend on it.
 
     Returns:
       The output, [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`; with `return_residual`, a pair of it and of the
@@ -286,6 +293,7 @@ def dot_product_attention(
         dropout_rate=rate,
         mask_block=mask_block,
         precision=_precision(),
+        deterministic=_xla_is_deterministic() if deterministic is None else _flag("deterministic", deterministic),
         implementation=implementation,
     )
     if implementation not in IMPLEMENTATIONS:
@@ -493,6 +501,12 @@ def _flag(name: str, value: Any) -> bool:
     if np.ndim(value) or np.asarray(value).dtype != bool:
         raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
     return bool(value)
+
+
+def _xla_is_deterministic() -> bool:
+    """By its own flags, of which the last counts."""
+    flags = dict(word.partition("=")[::2] for word in os.environ.get("XLA_FLAGS", "").split())
+    return any(flags.get(name, "false").lower() in ("", "true", "1") for name in XLA_DETERMINISTIC)
 
 
 def _precision() -> Precision:

@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import threading
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ import numpy as np
 from jax_flash_jvp import context_parallel, reference
 from jax_flash_jvp.kernel_primitive import leaves_like
 from jax_flash_jvp.kernels import jobs
-from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output, Rows
+from jax_flash_jvp.kernels.launcher import DESCRIBED, Blocks, InPlace, Launch, Launcher, Output, Rows
 from jax_flash_jvp.partition import on_shards
 from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, Operands, unserved
 
@@ -329,7 +330,8 @@ class JaxTriton(_Contiguous):
         self.multiprocessors: int | None = getattr(_first_gpu(), "core_count", None)
 
     def launch(self, launch: Launch) -> dict[str, Any]:
-        arguments = [self._descriptor(i) if isinstance(i, Rows) else i for i in launch.arrays()]
+        described = lambda a: self._descriptor(a) if isinstance(a, DESCRIBED) else a
+        arguments = [described(i) for i in launch.arrays()]
         scalars, shapes, registers = launch.numbers(), _shapes(launch.allocations()), launch.registers
         options: dict[str, Any] = dict(
             kernel=launch.kernel, grid=(launch.programs,), num_warps=launch.num_warps, num_stages=launch.num_stages
@@ -344,9 +346,25 @@ class JaxTriton(_Contiguous):
         else:  # a Python float would become fp64
             arguments += [np.float32(s) if isinstance(s, float) else s for s in scalars]
             options.update(out_shape=shapes, enable_fp_fusion=True)
-        return launch.results(self.jax_triton.triton_call(*arguments, **options, **launch.constants))
+        in_place = launch.in_place()
+        if not in_place:
+            return launch.results(self.jax_triton.triton_call(*arguments, **options, **launch.constants))
+        # results have the order of outputs, those changed in place last, which the kernel gets as operands
+        operands = [a for a in arguments if a is not None]
+        options.update({name: described(a.of) for name, a in in_place.items()})
+        in_place = {name: a for name, a in in_place.items() if a.array is not None}
+        options["out_type"] = [
+            *shapes,
+            *(jax.ShapeDtypeStruct(a.array.shape, a.array.dtype) for a in in_place.values()),
+        ]
+        aliases = {len(operands) + i: len(shapes) + i for i in range(len(in_place))}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the other way, references, wants a jit around it
+            got = self.jax_triton.triton_call(*arguments, **options, **launch.constants, input_output_aliases=aliases)
+        changed = {name: InPlace(a) for name, a in zip(in_place, got[len(shapes) :], strict=True)}
+        return dataclasses.replace(launch, outputs={**launch.outputs, **changed}).results(got[: len(shapes)])
 
-    def _descriptor(self, rows: Rows) -> Any:
+    def _descriptor(self, rows: Rows | Blocks) -> Any:
         from jax_flash_jvp.kernels.hopper.ring import shared_layout
 
         if rows.array is None:

@@ -78,6 +78,7 @@ class Problem:
     partial: bool = False  # the keys are some of those that queries see: results are float32, to be merged or summed
     mask_block: tuple[int, int] | None = None  # queries and keys that an element of the mask stands for; None: one each
     precision: Precision = "ieee"
+    deterministic: bool = False  # the same bits on every run
     implementation: Implementation | None = (
         None  # None: the kernels on a GPU where they serve the call, else the tiled reference
     )

@@ -22,6 +22,7 @@ class Options(TypedDict, total=False):
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: ArrayLike | None
+    deterministic: bool | None
     context_axis: str | tuple[str, ...] | None
     context_strategy: Strategy | None
     context_order: Order
@@ -64,8 +65,8 @@ def varlen_attention(
       is_causal, local_window_size: count from the lower right corner of each sequence, as in flash-attn: its last query sees
         its last key.
       return_residual, options: as of `dot_product_attention`: scale, implementation, logits_soft_cap, sinks, dropout_rate,
-        dropout_key, context_axis, context_strategy, context_order; with a `context_axis` totals are those of the shard, and
-        `cu_seqlens` of all devices together.
+        dropout_key, deterministic, context_axis, context_strategy, context_order; with a `context_axis` totals are those of the
+        shard, and `cu_seqlens` of all devices together.
 
     Returns:
       [total, N, Hv], and the log-sum-exp [total, N] if asked for; zeros and -inf for tokens that are in no sequence, and for

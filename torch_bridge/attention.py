@@ -73,6 +73,7 @@ class Options(TypedDict, total=False):
     context_group: "ProcessGroup | DeviceMesh | None"
     context_strategy: Strategy | None
     context_order: Order | None
+    deterministic: bool | None
 
 
 @overload
@@ -135,6 +136,7 @@ def scaled_dot_product_attention(
     context_strategy: Strategy | None = None,
     context_order: Order | None = None,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
@@ -183,6 +185,8 @@ def scaled_dot_product_attention(
         raise.  All drop what the first process of the group draws.  Of DTensors, placements say who shares what, and shapes are
         those of whole tensors.
       return_lse: also return the log-sum-exp of the scores.
+      deterministic: True: gradients have the same bits on every run.  None: what torch.are_deterministic_algorithms_enabled()
+        says when this is called.  Else kernels may add up in whatever order terms come, where that is faster; so far none does.
 
     Returns:
       [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev]; with `return_lse`, a pair of it and of
@@ -217,11 +221,14 @@ def scaled_dot_product_attention(
             query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
             key_ranges=key_ranges, mask_block_size=mask_block_size, logits_soft_cap=logits_soft_cap, sinks=sinks,
             context_group=context_group, context_strategy=context_strategy, context_order=context_order, return_lse=return_lse,
+            deterministic=deterministic,
         )  # fmt: skip
     context = context_of_call(query, context_group, context_strategy, context_order)
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)
+    if deterministic is not None:
+        check_flag("deterministic", deterministic)
     if is_causal and attn_mask is not None:
         raise ValueError("`attn_mask` and `is_causal` must not be given together: mask the future in `attn_mask`")
     if isinstance(attn_mask, CausalBias):
@@ -255,7 +262,7 @@ def scaled_dot_product_attention(
         selection = ()
     o, log_sum_exp = attend(
         query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context, return_lse,
-        mask_block=mask_block,
+        mask_block=mask_block, deterministic=deterministic,
     )  # fmt: skip
     return (o, log_sum_exp) if return_lse else o
 
@@ -342,7 +349,7 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor, with_lse: bool) -
 
 def attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None,
-    context=OPEN, with_lse=False, mask_name="attn_mask", mask_block=None,
+    context=OPEN, with_lse=False, mask_name="attn_mask", mask_block=None, deterministic=None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """(o, ℓ); ℓ may be None unless it is asked for."""
     if context is OPEN:
@@ -402,6 +409,8 @@ def attend(
                 f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
             )
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
+    if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
+        options = (*options, "deterministic")
     call = Call((q, k, v), mask, selection, bool(is_causal), options, scale, sinks, with_lse)
     o, log_sum_exp = _computed(call) if context is None else context.attend(_computed, mask_name, call)
     if whole:

@@ -257,7 +257,7 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
         some = call._replace(
             x=(rows(q, 2), k, v), mask=mask if mask is None or mask.shape[2] == 1 else rows(mask, 2),
             is_causal=False, place=(0, places[0], 0),
-            words=words_of(block.window, False, problem.soft_cap, rate),
+            words=words_of(block.window, False, problem.soft_cap, rate, deterministic=problem.deterministic),
         )  # fmt: skip
         if selection:
             lengths = None if of_queries is None else lengths_in(torch, of_queries.clamp(-1, LARGEST), places, size)

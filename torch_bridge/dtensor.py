@@ -165,7 +165,8 @@ def _compute(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: An
         problem, names = problem_of(is_causal, scale, options, q)
         left, right = problem.reach(queries, keys)
         window = None if left is None else left - first, None if right is None else right + first
-        words = [*words_of(window, False, problem.soft_cap, problem.dropout_rate), *sorted(names)]
+        of_all = words_of(window, False, problem.soft_cap, problem.dropout_rate, deterministic=problem.deterministic)
+        words = [*of_all, *sorted(names)]
         is_causal = False
     local = [layout.local(argument, a) for argument, a in named.items()]
     results = getattr(ops, name)(*local, selection, is_causal, scale, with_ranges(words, ranges), *rest)

@@ -72,7 +72,7 @@ def flash_attn_func(
       window_size: (left, right): query i attends to keys i + S - L - left … i + S - L + right; -1 does not limit a side.
       softcap: `logits_soft_cap` there; 0 for none.
       alibi_slopes: not served.
-      deterministic: without effect: results always are.
+      deterministic: as of :func:`torch_bridge.scaled_dot_product_attention`; False is its None.
       return_attn_probs: also return the log-sum-exp of the scores, [B, Hq, L] and differentiable, and None for the
         probabilities, which are never formed.
       bias: as `attn_mask` there, but goes with `causal` too.
@@ -102,6 +102,7 @@ def flash_attn_func(
             raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
     context = context_of_call(q)
     check_flag("causal", causal)
+    check_flag("deterministic", deterministic)
     check_flag("return_attn_probs", return_attn_probs)
     if isinstance(dropout_p, bool):
         raise TypeError(f"`dropout_p` must be a number: got {dropout_p}; causality is asked for by causal=True")
@@ -133,18 +134,9 @@ def flash_attn_func(
         if dropout_p == 1:
             v = v * 0
     o, log_sum_exp = attend(
-        q,
-        k,
-        v,
-        bias,
-        causal,
-        softmax_scale,
-        True,
-        options,
-        context=context,
-        with_lse=return_attn_probs,
-        mask_name="bias",
-    )
+        q, k, v, bias, causal, softmax_scale, True, options, context=context, with_lse=return_attn_probs, mask_name="bias",
+        deterministic=deterministic or None,
+    )  # fmt: skip
     o = o.transpose(1, 2)
     return (o, log_sum_exp, None) if return_attn_probs else o
 

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from jax_flash_jvp.kernels import jobs
-from jax_flash_jvp.kernels.launcher import Launch, Output, Rows
+from jax_flash_jvp.kernels.launcher import DESCRIBED, Blocks, InPlace, Launch, Output, Rows
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, unserved
 from torch_bridge import plans
 from torch_bridge.block_mask import booleans, pages_of
@@ -66,17 +66,21 @@ class TorchLauncher:
     def launch(self, launch: Launch) -> dict[str, torch.Tensor | None]:
         kernel, programs = launch.kernel, launch.programs
         allocated = [self.empty(o) for o in launch.allocations()]
-        given = [*(_descriptor(i) if isinstance(i, Rows) else i for i in launch.arrays()), *launch.numbers()]
+        described = lambda a: _descriptor(a) if isinstance(a, DESCRIBED) else a
+        given = [*map(described, launch.arrays()), *launch.numbers()]
+        written = [described(a.of if isinstance(a, InPlace) else a) for a in launch.written(allocated).values()]
         options = dict(
             launch.constants, num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True
         )
         if launch.registers is not None:
             options["maxnreg"] = launch.registers
-        compiled = kernel[(programs,)](*given, *allocated, **options)
+        compiled = kernel[(programs,)](*given, *written, **options)
         results = launch.results(allocated)
         constexprs = [launch.constants[name] for name in kernel.arg_names if name in launch.constants]
-        again = _again(compiled, programs, [*given, *results.values(), *constexprs])
-        self.launched.append(plans.Launched(*again, [a for a in results.values() if a is not None]))
+        touched = [None if a is None else w for a, w in zip(results.values(), written, strict=True)]
+        again = _again(compiled, programs, [*given, *touched, *constexprs])
+        new = [a for name, a in results.items() if isinstance(launch.outputs[name], Output)]
+        self.launched.append(plans.Launched(*again, new))
         return results
 
 
@@ -165,7 +169,7 @@ def _encoder(descriptor, metadata) -> Callable[[int], list[Any]]:
     return make
 
 
-def _descriptor(rows: Rows) -> Any:
+def _descriptor(rows: Rows | Blocks) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     if rows.array is None:

@@ -1,10 +1,10 @@
 """What an operator is told besides its tensors: an `options` string, and a selection, one tensor of integers.
 
 Operators take no records, so that options are words: left=N, right=N, lower_right, soft_cap=C, dropout=RATE,
-mask_block=QUERIESxKEYS, the names of what counts in the selection (key_ranges=HEADSxRANGES), ring=GROUP where tensors are parts
-of a sequence (`ring.py`), partial of the pairs of these, and code=…, which says nothing to them: PyTorch keeps compiled programs
-on disk, gradients included, by the names and arguments of their operators, and would use those of another version of this
-package.
+mask_block=QUERIESxKEYS, the names of what counts in the selection (key_ranges=HEADSxRANGES), deterministic, ring=GROUP where
+tensors are parts of a sequence (`ring.py`), partial of the pairs of these, and code=…, which says nothing to them: PyTorch keeps
+compiled programs on disk, gradients included, by the names and arguments of their operators, and would use those of another
+version of this package.
 
 A selection is int32 [B, 7 + T + S + 2 H T R]: the lengths of queries and keys, a seed of two numbers and three places, see
 `problem.py`, the segments of queries and keys, and, where there are any, the ranges of keys.  In a ring, lengths are of the whole
@@ -45,6 +45,8 @@ def words_of(
     soft_cap: float | None,
     dropout_rate: float,
     mask_block: tuple[int, int] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> tuple[str, ...]:
     left, right = window or (None, None)
     words = [f"left={left}"] if left is not None else []
@@ -53,6 +55,7 @@ def words_of(
     words += [f"soft_cap={soft_cap!r}"] if soft_cap is not None else []
     words += [f"mask_block={mask_block[0]}x{mask_block[1]}"] if mask_block is not None else []
     words += [f"dropout={dropout_rate!r}"] if 0 < dropout_rate < 1 else []
+    words += ["deterministic"] if deterministic else []
     return tuple(words)
 
 
@@ -138,6 +141,7 @@ def parsed(
         partial="partial" in words,
         mask_block=_pair(words, "mask_block"),
         precision=precision,
+        deterministic="deterministic" in words,
     )
     return problem, frozenset(words) & {*SELECTED}
 

@@ -91,7 +91,8 @@ class _Call:
             group.order, n, self.queries, self.keys, *problem.reach(n * self.queries, n * self.keys), apart=apart
         )
         self.steps = [step for step in range(n) if any(self.plan.blocks(device, step) for device in range(n))] or [0]
-        self.words = (*words_of(None, False, problem.soft_cap, problem.dropout_rate), *sorted(self.names), "partial")
+        words = words_of(None, False, problem.soft_cap, problem.dropout_rate, deterministic=problem.deterministic)
+        self.words = (*words, *sorted(self.names), "partial")
         self.mask_travels = (
             self.mask is not None and self.mask.shape[ROWS] == 1 and self.mask.shape[COLUMNS] == self.keys > 1
         )

@@ -119,6 +119,7 @@ def flash_attn_varlen_func(
         if a.dim() != 3:
             raise ValueError(f"`{name}` must have shape [tokens, heads, channels]: got {tuple(a.shape)}")
     check_flag("causal", causal)
+    check_flag("deterministic", deterministic)
     check_flag("return_attn_probs", return_attn_probs)
     check_number("softcap", softcap)
     if softcap < 0:
@@ -140,8 +141,9 @@ def flash_attn_varlen_func(
     q, k, v = (a.transpose(0, 1)[None] for a in (q, k, v * 0 if dropout_p == 1 else v))
     selection = [ranges if name == "key_ranges" else None for name in SELECTORS]
     o, log_sum_exp = attend(
-        q, k, v, None, False, softmax_scale, True, options, selection, context=context, with_lse=return_attn_probs
-    )
+        q, k, v, None, False, softmax_scale, True, options, selection, context=context, with_lse=return_attn_probs,
+        deterministic=deterministic or None,
+    )  # fmt: skip
     o = o[0].transpose(0, 1)
     return (o, log_sum_exp[0], None) if return_attn_probs else o
 

@@ -27,7 +27,34 @@ class Rows(NamedTuple):
         """Shape, strides and block of the descriptor, for an array of these strides."""
         b, length, h, d = self.array.shape
         s_b, s_l, s_h, s_d = strides
-        return (b, h, length, d), (s_b, s_h, s_l, s_d), (1, 1, self.rows, self.channels)
+        return (b, h, length, d), (s_b, s_h, s_l, s_d), self.block
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        return (1, 1, self.rows, self.channels)
+
+
+class Blocks(NamedTuple):
+    """An array, contiguous, that a kernel reads or adds to through a TMA descriptor, in blocks of this shape."""
+
+    array: Any
+    block: tuple[int, ...]
+
+    def view(self, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return tuple(self.array.shape), tuple(strides), self.block
+
+
+DESCRIBED = (Rows, Blocks)
+
+
+class InPlace(NamedTuple):
+    """An output of an earlier launch, or its `Blocks`, that a kernel changes; nobody reads what it was before."""
+
+    of: Any
+
+    @property
+    def array(self) -> Any:
+        return self.of.array if isinstance(self.of, DESCRIBED) else self.of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +64,9 @@ class Launch:
 
     kernel: Any
     programs: int  # which begin in order
-    inputs: Mapping[str, Any]  # arrays and `Rows`; None is never read
+    inputs: Mapping[str, Any]  # arrays, `Rows` and `Blocks`; None is never read
     scalars: Mapping[str, int | float]
-    outputs: Mapping[str, Output | None]  # None is never written
+    outputs: Mapping[str, Output | InPlace | None]  # None is never written
     constants: Mapping[str, Any]
     num_warps: int
     num_stages: int
@@ -60,6 +87,9 @@ class Launch:
             raise TypeError(
                 f"kernel {self.kernel.__name__} must take inputs, scalars, outputs and constexprs in this order"
             )
+        new = [isinstance(o, Output) for o in self._in_order(self.outputs) if o is not None]
+        if new != sorted(new):
+            raise TypeError(f"kernel {self.kernel.__name__} must take outputs that are changed in place before others")
 
     def _in_order(self, given: Mapping[str, Any]) -> list[Any]:
         return [given[name] for name in self.kernel.arg_names if name in given]
@@ -67,7 +97,7 @@ class Launch:
     def arrays(self) -> list[Any]:
         """The inputs in order, with some array in the place of each None."""
         inputs = self._in_order(self.inputs)
-        present = next((i.array if isinstance(i, Rows) else i for i in inputs if i is not None), None)
+        present = next((i.array if isinstance(i, DESCRIBED) else i for i in inputs if i is not None), None)
         return [present if i is None else i for i in inputs]
 
     def numbers(self) -> list[int | float]:
@@ -75,13 +105,26 @@ class Launch:
         return self._in_order(self.scalars)
 
     def allocations(self) -> list[Output]:
-        """The outputs in order, with a placeholder for each that is not written."""
-        return [PLACEHOLDER if o is None else o for o in self._in_order(self.outputs)]
+        """The outputs in order that are to be allocated, with a placeholder for each that is not written."""
+        outputs = self._in_order(self.outputs)
+        return [PLACEHOLDER if o is None else o for o in outputs if not isinstance(o, InPlace)]
+
+    def in_place(self) -> dict[str, InPlace]:
+        """The other outputs, in order."""
+        outputs = ((name, self.outputs[name]) for name in self.kernel.arg_names if name in self.outputs)
+        return {name: o for name, o in outputs if isinstance(o, InPlace)}
+
+    def written(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """All outputs in order by name, with these arrays for the `allocations`."""
+        rest = iter(arrays)
+        outputs = ((name, self.outputs[name]) for name in self.kernel.arg_names if name in self.outputs)
+        return {name: o if isinstance(o, InPlace) else next(rest) for name, o in outputs}
 
     def results(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """By name, of the `allocations`, which the kernel has filled; None where there was no output."""
-        names = (name for name in self.kernel.arg_names if name in self.outputs)
-        return {n: None if self.outputs[n] is None else a for n, a in zip(names, arrays, strict=True)}
+        """By name, of the `allocations`, which the kernel has filled, and of what it has changed; None where there was no
+        output."""
+        written = ((n, a.array if isinstance(a, InPlace) else a) for n, a in self.written(arrays).items())
+        return {n: None if self.outputs[n] is None else a for n, a in written}
 
 
 class Launcher(Protocol):

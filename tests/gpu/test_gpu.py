@@ -280,6 +280,26 @@ def test_same_bits_every_time(shape):
             jax.tree.map(np.testing.assert_array_equal, first, jax.tree.map(np.asarray, run(x, tx, g)))
 
 
+@hopper
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
+def test_one_pass(monkeypatch, head_dim):
+    """Of the backward, which no call takes by itself."""
+    from jax_flash_jvp.kernels.hopper import config
+
+    monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
+    causal = head_dim > 72
+    x, _, (g, _) = jax.tree.map(
+        lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands((2, 700, 600, 4, 2, head_dim, causal))
+    )
+
+    def gradients(attention, x, g):
+        return jax.vjp(lambda *x: attention(*x, is_causal=causal), *x)[1](g)
+
+    got = oracle.evaluate(gradients, by("hopper"), (x, g), "bfloat16")
+    naive, exact = (oracle.evaluate(gradients, oracle.attention, (x, g), d) for d in ("bfloat16", "float64"))
+    oracle.assert_close(got, exact, naive)
+
+
 BUSY = """
 import jax, sys, time
 a = jax.numpy.ones((4096, 4096), "bfloat16")

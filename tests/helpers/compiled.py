@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from jax_flash_jvp.kernels.hopper.ring import shared_layout
-from jax_flash_jvp.kernels.launcher import Launch, Rows
+from jax_flash_jvp.kernels.launcher import DESCRIBED, InPlace, Launch
 
 # The most shared memory that a block may ask for, in bytes, by compute capability.
 SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
@@ -54,20 +54,21 @@ class Recorder:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def launch(self, launch: Launch):
-        kernel, outputs = launch.kernel, launch.allocations()
-        types = [self._type(a) for a in (*launch.arrays(), *launch.numbers(), *outputs)]
+        kernel, allocated = launch.kernel, [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in launch.allocations()]
+        written = [a.of if isinstance(a, InPlace) else a for a in launch.written(allocated).values()]
+        types = [self._type(a) for a in (*launch.arrays(), *launch.numbers(), *written)]
         names = [p.name for p in kernel.params if not p.is_constexpr]
         options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, registers=launch.registers)
         signature = dict(zip(names, types, strict=True))
         nothing = {name: None for name in signature if signature[name] is None}
         self.launches.append((kernel, {n: t for n, t in signature.items() if t}, launch.constants | nothing, options))
-        return launch.results([jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs])
+        return launch.results(allocated)
 
     def _type(self, argument):
-        if isinstance(argument, Rows):
+        if isinstance(argument, DESCRIBED):
             if argument.array is None:
                 return None
-            block, dtype = argument.view(self.strides(argument.array))[2], str(argument.array.dtype)
+            block, dtype = argument.block, str(argument.array.dtype)
             sizes = ", ".join(map(str, block))
             return f"tensordesc<{_TYPES[dtype]}[{sizes}],{shared_layout(block, dtype)!r}>"
         if isinstance(argument, int | float):

@@ -15,6 +15,7 @@ import itertools
 import torch
 
 from jax_flash_jvp.kernels import jobs
+from jax_flash_jvp.kernels.hopper import config
 from jax_flash_jvp.problem import Operands, Problem
 from torch_bridge.launch import TorchLauncher
 
@@ -23,27 +24,30 @@ HOPPER = ("whole", "short", "shared", "causal", "window-lengths", "mask", "segme
 KINDS = (*HOPPER, "bias", "soft-cap", "dropout")
 CASES = [
     *itertools.product(["hopper"], HOPPER, (32, 64, 72, 128, 256), JOBS),
+    *itertools.product(["hopper"], ["long", "long causal-lengths"], (64, 72, 96, 128), ["backward"]),  # in one pass
     *itertools.product(["portable"], KINDS, (64, 72), JOBS),
 ]
 
 
-def job(family, kind, head_dim, name):
-    """A function without arguments, and what it is to return every time."""
+def job(family, kind, head_dim, name, deterministic):
+    """A function without arguments, and what it is to return every time, if `deterministic`."""
     torch.manual_seed(0)
     heads, key_heads = 4, 2
     # short: so many blocks of the same length that a program computes several, one after the other; and where blocks differ,
     # so many that programs take them from a counter
-    sizes = {"short": (35, 190, 180), "whole": (1, 384, 256), "shared": (2, 2300, 1100)}
-    batch, queries, keys = sizes.get(kind, (24, 290, 270))
+    sizes = {"short": (35, 190, 180), "whole": (1, 384, 256), "shared": (2, 2300, 1100), "long": (2, 2100, 2050)}
+    batch, queries, keys = sizes.get(kind.split()[0], (24, 290, 270))
     draw = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     rows = lambda: Operands(
         draw(batch, queries, heads, head_dim), draw(batch, keys, key_heads, head_dim), draw(batch, keys, key_heads, head_dim)
     )  # fmt: skip
     integers = lambda *n: torch.tensor(n, dtype=torch.int32, device="cuda")
     x, tx = rows(), rows()
-    problem = Problem(scale=head_dim**-0.5, is_causal=kind == "causal", implementation=family)
-    if kind == "window-lengths":
-        problem = dataclasses.replace(problem, window=(100, 50))
+    problem = Problem(
+        scale=head_dim**-0.5, is_causal="causal" in kind, implementation=family, deterministic=deterministic
+    )
+    if "lengths" in kind:
+        problem = dataclasses.replace(problem, window=(100, 50) if "window" in kind else None)
         several = lambda *n: integers(*n * (batch // len(n)))
         x = x._replace(query_lengths=several(queries, 131), key_lengths=several(200, keys))
     if kind == "mask":
@@ -58,6 +62,8 @@ def job(family, kind, head_dim, name):
     if kind == "dropout":
         problem = dataclasses.replace(problem, dropout_rate=0.3)
         x = x._replace(seed=integers(3, 4, 0, 0, 0).expand(batch, 5).contiguous())
+    if kind.startswith("long") and not deterministic:
+        config.ONE_PASS_FROM = dict.fromkeys(config.ONE_PASS, 0)
     launcher = TorchLauncher(x.query.device)
     o, log_sum_exp, t_o, mu = jobs.forward(launcher, problem, x, tx)
     y, cy, along = (o, log_sum_exp), (draw(*o.shape), None), (tx, (t_o, mu), (draw(*o.shape), None))
@@ -90,7 +96,7 @@ def main():
     different = 0
     cases = [case for case in CASES if case[0] in options.families][part::parts]
     for case in cases:
-        results = job(*case)
+        results = job(*case, options.repeats > 1)
         first = results()
         assert all(a.isfinite().all() for a in first if a.shape[-1] == case[2]), case
         unequal = torch.zeros((), dtype=torch.int64, device="cuda")

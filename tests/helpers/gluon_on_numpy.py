@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_flash_jvp import interpret
 from jax_flash_jvp.kernels.features import Features
-from jax_flash_jvp.kernels.launcher import Rows
+from jax_flash_jvp.kernels.launcher import DESCRIBED, InPlace, Rows
 
 PACKAGE = "jax_flash_jvp.kernels.hopper"
 
@@ -117,12 +117,13 @@ class Coroutines:
         self.threads = [threading.Thread(target=self.run, args=(i, *p), daemon=True) for i, p in enumerate(partitions)]
 
     def run(self, me, function, arguments):
-        here.me, here.coroutines, here.pending, here.copies = me, self, [], []
+        here.me, here.coroutines, here.pending, here.copies, here.additions = me, self, [], [], []
         try:
             self.resume()
             with np.errstate(all="ignore"):
                 function(*arguments)
             assert not here.pending, "products that nobody waited for"
+            assert not here.additions, "additions that nobody waited for"
         except BaseException as error:
             self.error = self.error or error
         self.alive -= 1
@@ -198,28 +199,44 @@ class Barriers:
 
 
 class Descriptor:
-    """[B, H, L, D] of an array [B, L, H, D], in blocks of rows; zeros outside."""
+    """An array in blocks, zeros outside: of `Rows` [B, H, L, D] of an array [B, L, H, D]."""
 
-    def __init__(self, rows):
-        self.array = np.asarray(rows.array).transpose(0, 2, 1, 3)
+    def __init__(self, of):
+        self.array = np.asarray(of.array)
+        if isinstance(of, Rows):
+            self.array = self.array.transpose(0, 2, 1, 3)
         self.dtype, self.layout = self.array.dtype, None
-        shape = (1, 1, rows.rows, rows.channels)
-        self.block_type = types.SimpleNamespace(shape=shape, nbytes=int(np.prod(shape)) * self.dtype.itemsize)
+        self.block_type = types.SimpleNamespace(shape=of.block, nbytes=int(np.prod(of.block)) * self.dtype.itemsize)
+
+    def there(self, at):
+        return self.array[tuple(slice(int(i), int(i) + n) for i, n in zip(at, self.block_type.shape, strict=True))]
 
     def copy(self, at, bar, target):
-        b, h, row, column = map(int, at)
-
         def arrive():
-            rows, columns = self.block_type.shape[2:]
-            there = self.array[b, h, row : row + rows, column : column + columns]
+            there = self.there(at)
             target.array[...] = 0
-            target.array[0, 0, : len(there), : there.shape[1]] = there
+            target.array[tuple(map(slice, there.shape))] = there
             bar.update(announced=-self.block_type.nbytes)
 
         if place.late and not bar.waiting:
             bar.copies.append(arrive)
         else:
             arrive()
+
+    def add(self, at, source):
+        """What is in the source when somebody waits until it has been read."""
+        there = self.there(at)
+        assert there.shape == source.array.shape
+
+        def finish():
+            there[...] += source.array
+
+        here.additions.append(finish)
+
+
+def store_wait(count):
+    while len(here.additions) > count:
+        here.additions.pop(0)()
 
 
 def copy_async(target, pointer, mask):
@@ -349,7 +366,11 @@ vars(hopper).update(
         arrive=lambda bar, count, pred=True: bar.update(arrivals=count) if pred else None,
         expect=lambda bar, size: bar.update(arrivals=1, announced=size),
     ),
-    tma=types.SimpleNamespace(async_load=lambda descriptor, at, bar, target: descriptor.copy(at, bar, target)),
+    tma=types.SimpleNamespace(
+        async_load=lambda descriptor, at, bar, target: descriptor.copy(at, bar, target),
+        async_atomic_add=lambda descriptor, at, source: descriptor.add(at, source),
+        store_wait=store_wait,
+    ),
     warpgroup_mma=warpgroup_mma,
     warpgroup_mma_wait=warpgroup_mma_wait,
     fence_async_shared=lambda: None,
@@ -379,7 +400,7 @@ def _standing_in(modules):
 def emulated(old="", new=""):
     """The modules of the kernels by name, with that change in their source."""
     modules, found = {m.__name__: m for m in (experimental, gluon, language, ampere, hopper)}, False
-    for name in ("products", "ring", "programs", "visibility", "forward", "backward"):
+    for name in ("products", "ring", "programs", "visibility", "forward", "backward", "one_pass"):
         spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
         source = spec.loader.get_source(spec.name)
         found |= old in source
@@ -424,17 +445,18 @@ class Launcher:
             interpret.launch(kernel, (grid,), *arrays, *launch.numbers(), *results, **constants)
             return named
         function = getattr(self.modules[kernel.fn.__module__], kernel.fn.__name__)
-        described = lambda rows: None if rows.array is None else Descriptor(rows)
+        described = lambda a: None if a.array is None else Descriptor(a)
         given = {
-            name: described(a) if isinstance(a, Rows) else Pointer(np.empty(0) if a is None else a)
+            name: described(a) if isinstance(a, DESCRIBED) else Pointer(np.empty(0) if a is None else a)
             for name, a in launch.inputs.items()
         }
         given |= {name: block(s) if isinstance(s, int) else np.float32(s) for name, s in launch.scalars.items()}
-        given |= {name: Pointer(np.full(1, np.nan, np.float32) if a is None else a) for name, a in named.items()}
+        written = {name: a.of if isinstance(a, InPlace) else a for name, a in launch.written(results).items()}
+        given |= {name: described(a) if isinstance(a, DESCRIBED) else Pointer(a) for name, a in written.items()}
         place.late, place.programs = self.late, grid
         with np.errstate(all="ignore"):
             for place.program in range(grid):
                 function(**given, **constants)
-        if constants["FEATURES"].dynamic:
+        if constants.get("FEATURES", Features()).dynamic:
             assert named["EXCHANGE"][0] == 0, "a counter has not ended"
         return named

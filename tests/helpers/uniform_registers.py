@@ -39,6 +39,21 @@ def _accesses(instruction: str) -> tuple[set[str], set[str], str | None]:
     return reads, sets, None
 
 
+def loops_of_products(sass: dict[int, str], most: int = 1400) -> list[list[str]]:
+    """The instructions between a jump back and where it leads, where products are among them, and no such loop that begins
+    later.  Longer ones are waits for barriers, which stand behind all other code."""
+    found = {}
+    for a, text in sass.items():
+        jump = _JUMP.match(text)
+        if jump and jump[3] and int(jump[3], 16) < a:
+            first = int(jump[3], 16)
+            body = [sass[b] for b in range(first, a, 16)]
+            if len(body) < most and any("HGMMA" in i for i in body):
+                found[first, a] = body
+    within = lambda loop: any(loop[0] < first and end < loop[1] for first, end in found)
+    return [body for loop, body in found.items() if not within(loop)]
+
+
 def unset_reads(sass: dict[int, str]) -> dict[int, str]:
     """The instructions with such a read, by address, of all of a kernel.  A jump to an address in a register may go wherever
     nothing else leads."""

@@ -731,3 +731,22 @@ except ImportError as error:
     wanted = [d for d in tomllib.loads(text)["project"]["dependencies"] if "triton" in d]
     assert len(wanted) == 2
     assert all(d.endswith("; sys_platform == 'linux'") for d in wanted)
+
+
+@pytest.mark.parametrize(
+    ("flags", "deterministic", "expected"),
+    [
+        ("", None, False),
+        ("", True, True),
+        ("--xla_gpu_deterministic_ops=true", None, True),
+        ("--xla_gpu_deterministic_ops --xla_other=1", None, True),
+        ("--xla_gpu_deterministic_ops=true --xla_gpu_deterministic_ops=false", None, False),
+        ("--xla_gpu_exclude_nondeterministic_ops=true", None, True),
+        ("--xla_gpu_deterministic_ops=true", False, False),
+    ],
+)
+def test_deterministic_or_as_the_framework_is(monkeypatch, flags, deterministic, expected):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    attend = lambda q: dot_product_attention(q, q, q, deterministic=deterministic)
+    program = str(jax.make_jaxpr(attend)(jnp.ones((1, 4, 2, 8))))
+    assert ("deterministic=True" in program) == expected

@@ -313,3 +313,35 @@ def test_broken_hopper_kernels_fail(mutant, name):
     launcher = gluon_on_numpy.Launcher(*HOPPER_MUTANTS[mutant])
     with pytest.raises(AssertionError, match="error"):
         check_hopper(launcher, (16, 4), name=name)
+
+
+@pytest.fixture
+def in_one_pass(monkeypatch):
+    from jax_flash_jvp.kernels.hopper import config
+
+    monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.parametrize("name", ["none", "causal"])
+@pytest.mark.thorough
+def test_hopper_in_one_pass(name):
+    launcher = gluon_on_numpy.Launcher()
+    check_hopper(launcher, (16, 4), name=name)
+    assert "one_pass" in {kernel for kernel, *_ in launcher.launched}
+
+
+ONE_PASS_MUTANTS = {
+    "excess-of-dS": ("b_dq = without_mean(b_dq, excess, KEY_MEAN, mean, C, 0)", "pass"),
+    "sums-not-added": ("add_async(arrays.rows, [of_tile * T], memory.rows.index(0))", "pass"),
+    "of-another-head": ("gl.load(COMMON + i_b * (HQ // GROUP) + i_k)", "gl.load(COMMON)"),
+    "sums-of-one-warpgroup": ("gl.static_range(options.GROUPS)", "gl.static_range(1)"),
+}
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.parametrize(("old", "new"), ONE_PASS_MUTANTS.values(), ids=ONE_PASS_MUTANTS)
+@pytest.mark.thorough
+def test_one_pass_broken_fails(old, new):
+    with pytest.raises(AssertionError, match="error"):
+        check_hopper(gluon_on_numpy.Launcher(old, new), (16, 4))

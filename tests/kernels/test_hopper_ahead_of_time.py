@@ -11,7 +11,7 @@ from compiled import Recorder, compiled
 from jax_flash_jvp.kernels import jobs as every
 from jax_flash_jvp.kernels.hopper import config, jobs
 from jax_flash_jvp.problem import Operands, Problem
-from uniform_registers import unset_reads
+from uniform_registers import loops_of_products, unset_reads
 
 pytestmark = pytest.mark.thorough
 
@@ -53,6 +53,11 @@ MULTIPROCESSORS = {"whole": None, "shared": 90}
 
 
 def last_launch(job, head_dim, kind):
+    return [*launches(job, head_dim, kind).values()][-1]
+
+
+def launches(job, head_dim, kind):
+    """By the names of kernels."""
     recorder, batch = Recorder(90), 4
     long, kind = kind.startswith("long-"), kind.removeprefix("long-")  # loops that have not the rings of short ones
     length = LENGTHS.get(kind, 1024) + 8192 * long
@@ -90,8 +95,9 @@ def last_launch(job, head_dim, kind):
         "query_side_dual": lambda: dual(QUERY, QUERY),
         "key_side_tangent": lambda: dual(NOTHING, both),
         "query_side_tangent": lambda: dual(NOTHING, QUERY),
+        "one_pass": lambda: backward((True, True, True)),
     }[job]()
-    return recorder.launches[-1]
+    return {kernel.__name__: (kernel, *rest) for kernel, *rest in recorder.launches}
 
 
 JOBS = (
@@ -178,6 +184,39 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
         # nor do results come from there, where row statistics do before the first product
         made = features.makes_statistics
         assert "st.shared.v4" not in (resources.ptx.rpartition("wgmma.mma_async")[2] if made else resources.ptx)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kind"),
+    [
+        pytest.param(d, kind, marks=[pytest.mark.slow] * ((d, kind) not in {(64, "whole"), (128, "causal-ragged")}))
+        for d, kind in itertools.product((64, 72, 80, 96, 128), ALONE)
+    ],
+)
+def test_one_pass_compiles(monkeypatch, head_dim, kind):
+    """Next to nothing is stored to memory of a thread's own within the loop."""
+    monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
+    kernels = launches("one_pass", head_dim, f"long-{kind}")
+    assert {"prepare", "one_pass", "scale_queries"} <= kernels.keys()
+    for name in ("prepare", "one_pass", "scale_queries"):
+        kernel, signature, constants, options = kernels[name]
+        resources = compiled(kernel, signature, constants, capability=90, **options)
+        assert resources.warnings == ()
+        assert resources.fits(90)
+        if name != "one_pass":
+            assert resources.spill_stores == 0
+            continue
+        assert resources.spill_stores <= 500
+        assert "cp.reduce.async.bulk.tensor" in resources.ptx
+        sass = resources.sass
+        assert unset_reads(sass) == {}
+        loops = loops_of_products(sass)
+        assert len(loops) >= constants["GROUPS"]
+        count = lambda word, body: sum(word in i for i in body)
+        # three warpgroups that mask either end keep descriptors in memory with Triton 3.9
+        stores, loads = (24, 56) if (head_dim, kind) == (64, "window-lengths") else (4, 30)
+        assert max(count("STL", body) for body in loops) <= stores
+        assert max(count("LDL", body) for body in loops) <= loads
 
 
 def test_unset_reads_are_found():

@@ -12,6 +12,7 @@ import pytest
 
 import gluon_on_numpy
 import oracle
+from compiled import Recorder
 from jax_flash_jvp import reference
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.features import Features
@@ -731,3 +732,124 @@ def test_growing_scores_not_rescaled_fail(sums):
     with pytest.raises(AssertionError):
         check(problem(64, False), *growing(jnp.bfloat16),
               launcher=gluon_on_numpy.Launcher(f"{sums} = rescaled({sums}, alpha)", "pass"))  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ the backward in one pass
+
+
+@pytest.fixture
+def in_one_pass(monkeypatch):
+    monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
+
+
+ONE_PASS = {
+    "D64": dict(shape=(1, 200, 300, 2, 1, 64)),
+    "D128-causal": dict(shape=(2, 130, 200, 2, 1, 128), is_causal=True),
+    "D72-causal": dict(shape=(1, 200, 150, 2, 1, 72), is_causal=True),
+    "D96-lengths": dict(shape=(2, 130, 200, 2, 1, 96), key_lengths=lengths(200, 60)),
+    "keys-nobody-sees": dict(shape=(1, 70, 400, 1, 1, 64), is_causal=True),
+    "queries-that-see-nothing": dict(shape=(1, 300, 140, 1, 1, 64), is_causal=True, lower_right=True),
+    "all": dict(shape=SHAPE, **FEATURES["all"]),
+    "segments": dict(shape=SHAPE, **LISTED["segments"]),
+    "mask": dict(shape=(2, 70, 150, 6, 2, 64), mask=patches(2, 2, 70, 150)),
+    **{name: dict(dict(shape=SHAPE) | LISTED[name]) for name in ("ranges", "blocks", "blocks-ranges")},
+}
+
+
+OTHER_RINGS = {
+    "turns": dict(turns=True), "deferred": dict(deferred=True), "early": dict(late_dp=False), "lag-1": dict(lag=1, kept=2),
+}  # fmt: skip
+
+
+def check_one_pass(case, launcher):
+    given = dict(case)
+    shape = given.pop("shape")
+    x, _ = operands(shape)
+    x = x._replace(**{name: given.pop(name) for name in x._fields if name in given})
+    case = Problem(scale=shape[-1] ** -0.5, implementation="hopper", **given)
+    check(case, x, NO_TANGENT, launcher=launcher)
+    assert "one_pass" in {name for name, *_ in launcher.launched}
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "D64")) for n in ONE_PASS])
+def test_one_pass(case, late):
+    check_one_pass(ONE_PASS[case], gluon_on_numpy.Launcher(late=late))
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.parametrize("ring", ["turns", "deferred", "early", "lag-1"])
+@pytest.mark.thorough
+def test_one_pass_in_other_ways(monkeypatch, ring):
+    monkeypatch.setitem(config.ONE_PASS, 64, config.ONE_PASS[64]._replace(**OTHER_RINGS[ring]))
+    check_one_pass(ONE_PASS["D64"], gluon_on_numpy.Launcher())
+
+
+ONE_PASS_MUTANTS = {  # and whether it takes late copies to notice
+    "zeros-missed": (
+        "gl.arange(0, 1024, layout=layout), zeros)",
+        "gl.arange(0, 1024, layout=layout), zeros + 1.0)",
+        False,
+    ),
+    "added-before-it-is-there": ("wait(memory.dq_full, at(i, 1))", "pass", False),
+    "not-waited-for": ("tma.store_wait(0)  # until it is read", "pass", False),
+    "overwritten": ("mbarrier.wait(memory.dq_empty.index(w), odd)", "pass", False),
+    "given-to-the-wrong-warpgroup": ("memory.dq_empty.index(i % options.GROUPS)", "memory.dq_empty.index(0)", False),
+    "of-another-tile": ("[of_tile * (2 * width(C, PART)), 0]", "[0, 0]", False),
+    "dS-not-waited-for": ("wait(memory.ds_full, use)", "pass", False),
+    "last-tiles-lost": ("for more in range(options.LAG):", "for more in range(0):", False),
+    "keys-of-one-warpgroup": (
+        "matrix(memory.k, w + (i >> 30))[PART], b_dq",
+        "matrix(memory.k, i >> 30)[PART], b_dq",
+        False,
+    ),
+    "queries-not-waited-for": ("    wait(memory.q_full, use)\n    if options.TURNS", "    if options.TURNS", True),
+    "queries-given-back-early": ("give_back(memory.q_empty, use)", "pass", False),
+    "values-not-waited-for": ("mbarrier.wait(memory.v_full.index(0), 0)", "pass", True),
+}
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.parametrize(("old", "new", "late"), ONE_PASS_MUTANTS.values(), ids=ONE_PASS_MUTANTS)
+@pytest.mark.thorough
+def test_one_pass_broken_fails(old, new, late):
+    with pytest.raises(AssertionError):
+        check_one_pass(ONE_PASS["D64"], gluon_on_numpy.Launcher(old, new, late=late))
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.parametrize(
+    ("case", "old", "new"),
+    [
+        ("D96-lengths", "clean(matrix(memory.k, w), 0, n)", "pass"),
+        ("lag-1", "wait_empty(memory.ds_empty, kept)", "pass"),
+        ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)", "pass"),
+        ("deferred", "options.SLOTS - 1, options.SLOTS)", "options.SLOTS, options.SLOTS)"),
+    ],
+)
+@pytest.mark.thorough
+def test_one_pass_broken_elsewhere_fails(monkeypatch, case, old, new):
+    if case in OTHER_RINGS:
+        monkeypatch.setitem(config.ONE_PASS, 64, config.ONE_PASS[64]._replace(**OTHER_RINGS[case]))
+    with pytest.raises(AssertionError):
+        check_one_pass(ONE_PASS.get(case, ONE_PASS["D64"]), gluon_on_numpy.Launcher(old, new))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_when_the_backward_takes_one_pass(monkeypatch, length, deterministic):
+    """In long sequences, where all gradients are wanted and need not have the same bits on every run."""
+    monkeypatch.setattr(config, "ONE_PASS_FROM", {64: 2048})
+    recorder = Recorder(90)
+    o = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+    x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
+    case = Problem(scale=0.1, implementation="hopper", deterministic=deterministic)
+
+    def kernels(*want):
+        recorder.launches.clear()
+        jobs.backward(recorder, case, x, (o, statistic), (o, None), (*want, False))
+        return {kernel.__name__ for kernel, *_ in recorder.launches}
+
+    assert ("one_pass" in kernels(True, True, True)) == (length == 2048 and not deterministic)
+    assert "one_pass" not in kernels(False, True, True)

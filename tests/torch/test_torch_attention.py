@@ -38,6 +38,7 @@ from torch_bridge import (  # noqa: E402
 )
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 from torch_bridge.options import case_of  # noqa: E402
+from torch_bridge.varlen import flash_attn_varlen_func  # noqa: E402
 from torch_launchers import NumpyLauncher, PlannedLauncher  # noqa: E402
 from torch_oracle import check, everything, leaves, naive, normal  # noqa: E402
 
@@ -1330,3 +1331,46 @@ def test_without_triton(monkeypatch, caplog):
         o, _ = compute.compute("forward", A.as_subclass(OnGpu), A, A, None, None, False, 0.5, "", False)
     torch.testing.assert_close(o, naive(A, A, A, scale=0.5))
     assert "Triton is not installed; the reference computes it" in caplog.text
+
+
+def test_deterministic_or_as_the_framework_is(monkeypatch):
+    told, forward = [], attention.rules.forward
+
+    def listening(args, *rest):
+        *_, options = args
+        told.append(case_of(args[0], args[1], None, False, 1.0, options).problem.deterministic)
+        return forward(args, *rest)
+
+    monkeypatch.setattr(attention.rules, "forward", listening)
+    q = torch.randn(1, 2, 5, 4)
+    for flag in (None, True, False):
+        sdpa(q, q, q, deterministic=flag)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for flag in (None, False):
+            sdpa(q, q, q, deterministic=flag)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    flash_attn_func(*[q.transpose(1, 2)] * 3, deterministic=True)
+    edges = torch.tensor([0, 5])
+    flash_attn_varlen_func(*[q[0].transpose(0, 1)] * 3, edges, edges, 5, 5, deterministic=True)
+    assert told == [False, True, False, True, False, True, True]
+    with pytest.raises(TypeError, match="`deterministic` must be True or False"):
+        sdpa(q, q, q, deterministic=1)
+
+
+def test_plans_of_arrays_that_are_changed_in_place():
+    """An output of a launch that a later one adds to, by a descriptor: one place for both."""
+    plans = pytest.importorskip("torch_bridge.plans")
+    told, sums, result = [], torch.zeros(64), torch.zeros(3)
+    launched = [
+        plans.Launched(told.append, [torch.ones(2), sums], [sums]),
+        plans.Launched(told.append, [plans.Mapped(sums, lambda address: ("descriptor", address)), result], [result]),
+    ]
+    q = launched[0].arguments[0]
+    plan = plans.made([q], launched, [result])
+    other = torch.ones(2)
+    (got,) = plans.follow(plan, [other], [other.data_ptr()])
+    (first, zeros), ((kind, place), written) = told
+    assert (first, kind, written) == (other.data_ptr(), "descriptor", got.data_ptr())
+    assert zeros == place not in (first, written, sums.data_ptr())

@@ -129,6 +129,28 @@ QUERY_SIDE = {
     (256, "tangent"): Split(32, 6, False),  # likewise
 }
 
+
+class OnePass(NamedTuple):
+    """How the backward in one pass streams: 64 queries at a time."""
+
+    groups: int  # consumer warpgroups
+    lag: int  # tiles that dq is behind
+    kept: int  # tiles of dS, a power of two above the lag
+    turns: bool = False
+    deferred: bool = False
+    late_dp: bool = False
+    slots: int = 2  # of q and of d_o, a power of two
+
+
+ONE_PASS = {
+    64: OnePass(3, 2, 4, late_dp=True),
+    96: OnePass(2, 2, 4, late_dp=True),
+    128: OnePass(2, 1, 2, turns=True, late_dp=True),
+}
+# By width: of so many keys and more, that are seen by so many queries, it is faster than the two sides.  None yet, see the tuning
+# log: with the kernel as it is, no timing has shown that.
+ONE_PASS_FROM: dict[int, int] = {}
+
 # With two warpgroups another tile, and so where blocks are not alike.  H200, 2026-11-23, L = 8192.
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
 # Where blocks differ and a row sees at most SHORT others, or those of its segment: smaller tiles and blocks, of which less is

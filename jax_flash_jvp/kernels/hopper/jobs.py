@@ -5,14 +5,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import triton
+
 from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import config
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
+from jax_flash_jvp.kernels.hopper import one_pass as one_pass_kernels
 from jax_flash_jvp.kernels.hopper.config import GROUP, Ring
 from jax_flash_jvp.kernels.hopper.products import column_widths
 from jax_flash_jvp.kernels.hopper.programs import TOGETHER, fragment_size, reciprocal
 from jax_flash_jvp.kernels.hopper.schedule import Schedule, Sweep
-from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output, Rows
+from jax_flash_jvp.kernels.launcher import Blocks, InPlace, Launch, Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT, RowStatistics
 from jax_flash_jvp.kernels.portable.tiles import Tile
@@ -151,7 +154,77 @@ def _forward(call: HopperCall, tx: Operands, saved=None):
 
 
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
+    if all(want[:3]) and not problem.deterministic:
+        call = HopperCall(launcher, problem, x, one_pass_kernels.one_pass)
+        if call.sweep(by_key=True).in_one_pass:
+            return _in_one_pass(call, y, cy)
     return backward_dual(launcher, problem, x, y, cy, (NO_TANGENT, (None, None), (None, None)), want, (False,) * 4)[0]
+
+
+def _in_one_pass(call: HopperCall, y, cy) -> Operands:
+    """The gradients of q, k and v."""
+    x, (o, log_sum_exp), (d_o, d_lse), d = call.x, y, cy, call.head_dim
+    sweep, ring = call.sweep(by_key=True), config.ONE_PASS[call.width]
+    if call.features.tiles.present:  # blocks of which there are lists have a power of two of rows
+        ring = ring._replace(groups=2)
+    tile, rows, widths = one_pass_kernels.TILE.value, GROUP * ring.groups, column_widths(d)
+    query_tiles = call.batch * call.query_heads * triton.cdiv(call.query_length, tile)
+    sizes = dict(HQ=call.query_heads, LQ=call.query_length)
+    statistic = Output((query_tiles * tile,), "float32")
+    sums = [Output((query_tiles * 2 * width, 32), "float32") for width in widths]
+    made = call.launcher.launch(
+        Launch(
+            one_pass_kernels.prepare, query_tiles,
+            dict(O=o, DO=d_o, LSE=log_sum_exp, D_LSE=d_lse, Q_LENGTHS=x.query_lengths), sizes,
+            dict(LSE2=statistic, DELTA=statistic, ROWS=statistic, DQ=sums[0], DQ_R=sums[1] if len(sums) > 1 else None),
+            dict(C=d, HAS_D_LSE=d_lse is not None, FEATURES=call.features), config.WARPS, num_stages=1,
+        )
+    )  # fmt: skip
+    query_ring = call.sweep(by_key=False).ring(config.QUERY_SIDE[call.width, "plain"])
+    means = call.portable.key_means(None, call.block_of_means(query_ring, dual=False))
+    listed = call.features.tiles.present
+    lists = call.portable.tiles(Tile(tile, rows, config.WARPS, 1), by_key=True) if listed else None
+    blocks = triton.cdiv(call.key_length, rows) * sweep.heads
+    divisors = dict(
+        of_blocks=blocks // sweep.heads, of_heads=sweep.heads // call.batch, of_together=TOGETHER.value,
+        of_rest=sweep.heads % TOGETHER.value or 1,
+    )  # fmt: skip
+    of_tile = lambda name: Blocks(made[name], (tile,))
+    sums_of = lambda name, width: InPlace(Blocks(made[name], (2 * width, 32)))
+    corrected = dict(CORRECTED=call.portable.corrected)
+    got = call.launcher.launch(
+        Launch(
+            one_pass_kernels.one_pass, blocks,
+            dict(
+                call.descriptors(q=(x.query, tile), k=(x.key, GROUP), v=(x.value, GROUP), do=(d_o, tile)),
+                lse2_d=of_tile("LSE2"), delta_d=of_tile("DELTA"), **call.portable.selected(True), TILES=lists,
+                COMMON=means.common,
+            ), dict(call.scalars, n=blocks, **{name: reciprocal(n) for name, n in divisors.items()}),
+            dict(
+                dq_d=sums_of("DQ", widths[0]), dq_r=sums_of("DQ_R", widths[-1]), rows_d=InPlace(of_tile("ROWS")),
+                DK=call.key_gradient, DV=call.key_gradient,
+            ),
+            dict(
+                C=d, SLOTS=ring.slots, KEPT=ring.kept, GROUPS=ring.groups, LAG=ring.lag, TURNS=ring.turns, **corrected,
+                RAGGED=call.features.key_lengths or call.key_length % rows > 0,
+                FEATURES=dataclasses.replace(
+                    call.features, deferred=ring.deferred, late_dp=ring.late_dp, one_loop=sweep.one_loop
+                ),
+            ), config.WARPS, num_stages=1, registers=config.REGISTERS[ring.groups],
+        )
+    )  # fmt: skip
+    of_rows = dict(ROWS=got["rows_d"], LSE2=made["LSE2"], D_LSE=d_lse, KEY_MEAN=means.mean, COMMON=means.common)
+    query = call.launcher.launch(
+        Launch(
+            one_pass_kernels.scale_queries, query_tiles, dict(SUMS=got["dq_d"], SUMS_R=got["dq_r"], **of_rows),
+            dict(sizes, scale=float(call.problem.scale), GROUP=call.query_heads // call.key_heads), dict(D_Q=call.output),
+            dict(
+                C=d, HAS_D_LSE=d_lse is not None, **corrected,
+                FEATURES=dataclasses.replace(call.features, row_means=call.portable.row_means),
+            ), config.WARPS, num_stages=1,
+        )
+    )  # fmt: skip
+    return Operands(query["D_Q"], got["DK"], got["DV"])
 
 
 class Wanted(NamedTuple):

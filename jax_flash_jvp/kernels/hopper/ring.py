@@ -20,6 +20,19 @@ from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, columns
 
 # renamed between Triton 3.6 and 3.9
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# Triton 3.6 and 3.7 have the instruction, but no name for it
+if hasattr(tma, "async_atomic_add"):
+    add_async = tma.async_atomic_add
+else:
+    from triton.experimental.gluon.language._core import builtin, ir
+
+    @builtin
+    def add_async(tensor_desc, coord, src, _semantic=None):
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 Cursor = namedtuple("Cursor", "slot phase")  # where a warp is in a ring, and the phase of that slot's barriers
@@ -132,12 +145,12 @@ def rows_from(tile, first: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def expect(bar, N: gl.constexpr, descs):
-    """N blocks of an array."""
+def expect(bar, N: gl.constexpr, descs, MORE: gl.constexpr = 0):
+    """N blocks of an array, and so many bytes more."""
     if len(descs) == 1:
-        mbarrier.expect(bar, N * descs[0].block_type.nbytes)
+        mbarrier.expect(bar, N * descs[0].block_type.nbytes + MORE)
     else:
-        mbarrier.expect(bar, N * (descs[0].block_type.nbytes + descs[1].block_type.nbytes))
+        mbarrier.expect(bar, N * (descs[0].block_type.nbytes + descs[1].block_type.nbytes) + MORE)
 
 
 @gluon.jit

@@ -67,6 +67,12 @@ class Sweep:
             return False
         return self.seen <= config.ONE_LOOP
 
+    @property
+    def in_one_pass(self) -> bool:
+        """Is the backward to go once over the scores?  If so, this is the sweep, by key."""
+        least = config.ONE_PASS_FROM.get(config.width_of(self.head_dim))
+        return least is not None and min(self.resident, self.seen) >= least
+
     def blocks(self, ring: Ring) -> int:
         return triton.cdiv(self.resident, GROUP * ring.height) * self.heads
 
