@@ -97,11 +97,12 @@ def _seen(function: Callable, keys: int) -> Causal | None:
     if second is causal_mask_function and first.__qualname__ == "sliding_window_overlay.<locals>.inner_mask":
         left = _closure(first)["sliding_window"] - 1
         return Causal(left=left if left < keys - 1 else None)
-    # positions begin anew with each sequence, and so have the order of the tokens
-    packed = "remap_positions_for_packed_sequence", "packed_sequence_mask_function"
-    if (first.__qualname__, second.__qualname__) != tuple(f"{name}.<locals>.inner_mask" for name in packed):
+    if second.__qualname__ != "packed_sequence_mask_function.<locals>.inner_mask":
         return None
-    seen = _seen(_closure(first)["mask_function"], keys)
+    # positions begin anew with each sequence, and so have the order of the tokens
+    if first.__qualname__ == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+        first = _closure(first)["mask_function"]
+    seen = _seen(first, keys)
     return seen and seen._replace(documents=_closure(second)["packed_sequence_mask"])
 
 

@@ -283,7 +283,7 @@ def test_same_bits_every_time(shape):
 @hopper
 @pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
 def test_one_pass(monkeypatch, head_dim):
-    """Of the backward, which no call takes by itself."""
+    """Of the backward, which calls as short as these do not take by themselves."""
     from jax_flash_jvp.kernels.hopper import config
 
     monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
@@ -411,7 +411,9 @@ FAMILIES = ["portable", pytest.param("hopper", marks=hopper)]
 @pytest.mark.parametrize("name", [*offset_data.SEEING_ALL, *offset_data.HIDING])
 def test_offsets_of_keys_and_values(family, head_dim, name):
     """Half the length of Hopper's rings and more; up to three times naive attention's error where δ is what remains of it, and
-    one mean key serves all rows."""
+    one mean key serves all rows, or under a cap, whose second derivative multiplies with what keys have in common."""
+    if family == "hopper" and name in ("soft-cap", "bias"):
+        pytest.skip("served by the portable kernels alone")
     times = 3.0 if name in offset_data.SEEING_ALL else 2.0
-    times = {(0, 0): 2.0, (1, 2): times, (16, 0): 2.0, (4, 2): times}
+    times = {(0, 0): 2.0, (1, 2): times, (16, 0): 3.0 if name == "soft-cap" else 2.0, (4, 2): times}
     offset_data.check_all(family, times, head_dim**-0.5, shape=(700, head_dim), **offset_data.feature(name, 700))

@@ -136,7 +136,10 @@ def run_case(case, sizes, strategy, part, group, dtype, device="cpu"):
         def call(q, k, v, *others):
             torch.manual_seed(seed)
             results = attention(q, k, v, **arguments, **dict(zip(kinds[3:], others, strict=True)))
-            return results if isinstance(results, torch.Tensor) else results[0] * results[1][..., None]
+            if isinstance(results, torch.Tensor):
+                return results
+            o, lse = results
+            return (o * lse[..., None]).to(o.dtype)
 
         return call
 

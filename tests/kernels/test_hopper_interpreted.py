@@ -836,14 +836,26 @@ def test_one_pass_broken_elsewhere_fails(monkeypatch, case, old, new):
         check_one_pass(ONE_PASS.get(case, ONE_PASS["D64"]), gluon_on_numpy.Launcher(old, new))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_programs_of_a_ring_end_while_others_wait(is_causal):
+    """One for each block, so that what sends the next shard need not wait until all of them have ended."""
+    o = jax.ShapeDtypeStruct((1, 2048, 24, 64), jnp.bfloat16)
+    for partial in (False, True):
+        recorder = Recorder(90)
+        jobs.forward(recorder, Problem(0.1, implementation="hopper", partial=partial, is_causal=is_causal), Operands(o, o, o))
+        ((*_, constants, _),) = recorder.launches
+        features = constants["FEATURES"]
+        assert (features.persistent or features.dynamic or features.shared) == (not partial)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("length", [1024, 2048])
-def test_when_the_backward_takes_one_pass(monkeypatch, length, deterministic):
-    """In long sequences, where all gradients are wanted and need not have the same bits on every run."""
+@pytest.mark.parametrize(("length", "heads"), [(1024, 24), (2048, 24), (2048, 14)])
+def test_when_the_backward_takes_one_pass(monkeypatch, length, heads, deterministic):
+    """In long sequences that fill the GPU, where all gradients are wanted and need not have the same bits on every run."""
     monkeypatch.setattr(config, "ONE_PASS_FROM", {64: 2048})
     recorder = Recorder(90)
-    o = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
-    x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
+    o = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
+    x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, heads, length), jnp.float32)
     case = Problem(scale=0.1, implementation="hopper", deterministic=deterministic)
 
     def kernels(*want):
@@ -851,5 +863,5 @@ def test_when_the_backward_takes_one_pass(monkeypatch, length, deterministic):
         jobs.backward(recorder, case, x, (o, statistic), (o, None), (*want, False))
         return {kernel.__name__ for kernel, *_ in recorder.launches}
 
-    assert ("one_pass" in kernels(True, True, True)) == (length == 2048 and not deterministic)
+    assert ("one_pass" in kernels(True, True, True)) == ((length, heads) == (2048, 24) and not deterministic)
     assert "one_pass" not in kernels(False, True, True)

@@ -168,8 +168,9 @@ chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=tor
 
 def packed(function):
     documents = masking_utils.find_packed_sequence_indices(POSITIONS)
-    within = masking_utils.remap_positions_for_packed_sequence(function, POSITIONS)
-    return masking_utils.and_masks(within, masking_utils.packed_sequence_mask_function(documents))
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # transformers 5.18 and later
+        function = masking_utils.remap_positions_for_packed_sequence(function, POSITIONS)
+    return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
 
 
 EITHER = dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=True)

@@ -143,13 +143,14 @@ class OnePass(NamedTuple):
 
 
 ONE_PASS = {
-    64: OnePass(3, 2, 4, late_dp=True),
-    96: OnePass(2, 2, 4, late_dp=True),
-    128: OnePass(2, 1, 2, turns=True, late_dp=True),
+    64: OnePass(3, 1, 2, late_dp=True),  # H200, 2026-11-27, L = 8192: 0.97 of the time two tiles behind
+    96: OnePass(2, 2, 4, late_dp=True),  # likewise; no other way was timed
+    128: OnePass(2, 1, 2, turns=True, late_dp=True),  # likewise; without turns 0.98, causal 1.01
 }
-# By width: of so many keys and more, that are seen by so many queries, it is faster than the two sides.  None yet, see the tuning
-# log: with the kernel as it is, no timing has shown that.
-ONE_PASS_FROM: dict[int, int] = {}
+# By width: of so many keys and more, that are seen by so many queries, it is faster than the two sides, where blocks leave at most
+# so small a part of the multiprocessors without one at the end.  H200, 2026-11-27, L = 256 to 16,384.
+ONE_PASS_FROM = {64: 1024, 96: 4096, 128: 2048}
+ONE_PASS_FILLS = 0.9
 
 # With two warpgroups another tile, and so where blocks are not alike.  H200, 2026-11-23, L = 8192.
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}

@@ -56,6 +56,7 @@ class HopperCall:
             group=self.query_heads // self.key_heads if by_key else 1,
             seen=streamed if left is None or right is None else min(streamed, left + right + 1),
             features=self.features, counted=self.counted, multiprocessors=self.launcher.multiprocessors,
+            beside_transfers=self.problem.partial,
         )  # fmt: skip
 
     def descriptors(self, **arrays: tuple[Any, int]) -> dict[str, Rows]:

@@ -1,6 +1,7 @@
 """Which programs compute what, and with which ring: decided on the host, from lengths and features alone."""
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 import triton
@@ -52,6 +53,7 @@ class Sweep:
     features: Features
     counted: bool  # may programs take blocks from a counter?
     multiprocessors: int | None
+    beside_transfers: bool  # between devices, which take multiprocessors as programs end
 
     @property
     def alike(self) -> bool:
@@ -70,8 +72,11 @@ class Sweep:
     @property
     def in_one_pass(self) -> bool:
         """Is the backward to go once over the scores?  If so, this is the sweep, by key."""
-        least = config.ONE_PASS_FROM.get(config.width_of(self.head_dim))
-        return least is not None and min(self.resident, self.seen) >= least
+        width, concurrent = config.width_of(self.head_dim), self.multiprocessors or 1
+        if min(self.resident, self.seen) < config.ONE_PASS_FROM.get(width, math.inf):
+            return False
+        blocks = triton.cdiv(self.resident, GROUP * config.ONE_PASS[width].groups) * self.heads
+        return blocks >= config.ONE_PASS_FILLS * triton.cdiv(blocks, concurrent) * concurrent
 
     def blocks(self, ring: Ring) -> int:
         return triton.cdiv(self.resident, GROUP * ring.height) * self.heads
@@ -122,6 +127,8 @@ class Sweep:
 
     def schedule(self, ring: Ring, written: int) -> Schedule:
         """Of a kernel that writes so many arrays of rows."""
+        if self.beside_transfers:
+            return Schedule(self.blocks(ring), self.blocks(ring), self.blocks(ring), 0, "block")
         blocks, length, drifts = self.blocks(ring), self.length(ring), self.drifts(ring)
         concurrent = self.multiprocessors or blocks
         waves = max(1, blocks // concurrent // config.ROUNDS) if drifts and written > 1 else 1
