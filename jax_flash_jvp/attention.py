@@ -188,8 +188,9 @@ def dot_product_attention(
         :func:`jax_flash_jvp.reorder_zigzag`, which spares a causal ring the exchange of half of each shard.  Masks and
         biases have their columns in the order of the sequence.
       deterministic: True: gradients have the same bits on every run.  None: if XLA's operations have, by
-        ``--xla_gpu_deterministic_ops`` or ``--xla_gpu_exclude_nondeterministic_ops`` in XLA_FLAGS.  Else kernels may add up
-        in whatever order terms come, where that is faster; so far none does.  Dropout does not depend on it.
+        ``--xla_gpu_deterministic_ops`` or ``--xla_gpu_exclude_nondeterministic_ops`` in XLA_FLAGS.  Else terms of the
+        query's gradient may be added up in whatever order they come, which is faster in long sequences and changes its
+        last bits.  Dropout does not depend on it.
 
     Returns:
       The output, [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`; with `return_residual`, a pair of it and of the
