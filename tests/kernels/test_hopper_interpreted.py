@@ -842,7 +842,9 @@ def test_programs_of_a_ring_end_while_others_wait(is_causal):
     o = jax.ShapeDtypeStruct((1, 2048, 24, 64), jnp.bfloat16)
     for partial in (False, True):
         recorder = Recorder(90)
-        jobs.forward(recorder, Problem(0.1, implementation="hopper", partial=partial, is_causal=is_causal), Operands(o, o, o))
+        jobs.forward(
+            recorder, Problem(0.1, implementation="hopper", partial=partial, is_causal=is_causal), Operands(o, o, o)
+        )
         ((*_, constants, _),) = recorder.launches
         features = constants["FEATURES"]
         assert (features.persistent or features.dynamic or features.shared) == (not partial)
