@@ -147,8 +147,8 @@ ONE_PASS = {
     96: OnePass(2, 2, 4, late_dp=True),  # likewise; no other way was timed
     128: OnePass(2, 1, 2, turns=True, late_dp=True),  # likewise; without turns 0.98, causal 1.01
 }
-# By width: of so many keys and more, that are seen by so many queries, it is faster than the two sides, where rounds of blocks keep
-# so much of the multiprocessors busy.  H200, 2026-11-27, L = 256 to 16,384.
+# By width: of so many keys and more, that are seen by so many queries, it is faster than the two sides, where rounds of blocks
+# keep so much of the multiprocessors busy.  H200, 2026-11-27, L = 256 to 16,384.
 ONE_PASS_FROM = {64: 1024, 96: 4096, 128: 2048}
 ONE_PASS_FILLS = 0.9
 
