@@ -67,10 +67,10 @@ class Sweep:
             return False
         return self.seen <= config.ONE_LOOP
 
-    @property
-    def in_one_pass(self) -> bool:
+    def in_one_pass(self, dual: bool) -> bool:
         """Is the backward to go once over the scores?  If so, this is the sweep, by key."""
-        least = config.ONE_PASS_FROM.get(config.width_of(self.head_dim))
+        table = config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM
+        least = table.get(config.width_of(self.head_dim))
         return least is not None and min(self.resident, self.seen) >= least
 
     def blocks(self, ring: Ring) -> int:
