@@ -876,7 +876,8 @@ ONE_PASS_DUAL = {
     **{name: dict(dict(shape=SHAPE) | LISTED[name]) for name in ("ranges", "ranges-mask", "blocks")},
 }
 OTHER_DUAL_RINGS = {
-    "turns": dict(turns=True), "not-deferred": dict(deferred=False), "lag-1": dict(lag=1, kept=2), "slots-2": dict(slots=2),
+    "turns": dict(turns=True), "not-deferred": dict(deferred=False), "slots-2": dict(slots=2),
+    "alone": dict(together=1, lag=2, kept=4), "alone-lag-1": dict(together=1, lag=1, kept=2),
 }  # fmt: skip
 
 

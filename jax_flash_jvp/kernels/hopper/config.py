@@ -155,14 +155,15 @@ ONE_PASS_FROM: dict[int, int] = {}
 class OnePassDual(NamedTuple):
     """How the dual backward in one pass streams: 32 queries at a time, for two consumer warpgroups."""
 
-    lag: int  # tiles that dq is behind
-    kept: int  # tiles of dS and ḋS, a power of two above the lag
+    together: int  # tiles whose dq is made at once, 1 or 2
+    lag: int  # times so many tiles that dq is behind
+    kept: int  # times so many tiles of dS and ḋS, a power of two above the lag
     slots: int = 4  # of q and of d_o, with their tangents, a power of two
     turns: bool = False
     deferred: bool = False
 
 
-ONE_PASS_DUAL = {64: OnePassDual(2, 4, deferred=True)}
+ONE_PASS_DUAL = {64: OnePassDual(2, 1, 2, deferred=True)}
 # As ONE_PASS_FROM.  None yet: not timed.
 ONE_PASS_DUAL_FROM: dict[int, int] = {}
 

@@ -259,7 +259,7 @@ def _dual_in_one_pass(call: HopperCall, y, cy, tangents) -> tuple[Operands, Oper
     query_ring = call.sweep(by_key=False).ring(config.QUERY_SIDE[call.width, "dual"])
     means = call.portable.key_means(tx.key, call.block_of_means(query_ring, dual=True))
     listed = call.features.tiles.present
-    lists = call.portable.tiles(Tile(tile, rows, config.WARPS, 1), by_key=True) if listed else None
+    lists = call.portable.tiles(Tile(ring.together * tile, rows, config.WARPS, 1), by_key=True) if listed else None
     numbers = call.numbers_in_one_pass(sweep, rows)
     of_tile = lambda name: Blocks(made[name], (tile,))
     rows_of = lambda a, n: Rows(a, n, dual_kernels.COLUMNS.value)
@@ -278,7 +278,7 @@ def _dual_in_one_pass(call: HopperCall, y, cy, tangents) -> tuple[Operands, Oper
                 **dict.fromkeys(("DK", "DV", "TDK", "TDV"), call.key_gradient),
             ),
             dict(
-                C=d, SLOTS=ring.slots, KEPT=ring.kept, LAG=ring.lag, TURNS=ring.turns, **corrected,
+                C=d, TOGETHER=ring.together, SLOTS=ring.slots, KEPT=ring.kept, LAG=ring.lag, TURNS=ring.turns, **corrected,
                 RAGGED=call.features.key_lengths or call.key_length % rows > 0,
                 FEATURES=dataclasses.replace(call.features, deferred=ring.deferred, one_loop=sweep.one_loop),
             ), config.WARPS, num_stages=1, registers=config.REGISTERS[dual_kernels.GROUPS.value],
@@ -293,7 +293,7 @@ def _dual_in_one_pass(call: HopperCall, y, cy, tangents) -> tuple[Operands, Oper
             ), dict(sizes, scale=float(call.problem.scale), GROUP=call.query_heads // call.key_heads),
             dict(D_Q=call.output, TD_Q=call.output),
             dict(
-                C=d, **has, **corrected,
+                C=d, TOGETHER=ring.together, **has, **corrected,
                 FEATURES=dataclasses.replace(call.features, row_means=call.portable.row_means),
             ), config.WARPS, num_stages=1,
         )
