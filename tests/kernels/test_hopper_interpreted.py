@@ -864,7 +864,7 @@ def dual_in_one_pass(monkeypatch):
 
 
 ONE_PASS_DUAL = {
-    "D64": dict(shape=(1, 70, 150, 2, 1, 64)),
+    "D64": dict(shape=(1, 100, 150, 2, 1, 64)),
     "D40-causal": dict(shape=(2, 130, 200, 2, 1, 40), is_causal=True),
     "keys-nobody-sees": dict(shape=(1, 70, 400, 1, 1, 64), is_causal=True),
     "queries-that-see-nothing": dict(shape=(1, 300, 140, 1, 1, 64), is_causal=True, lower_right=True),
@@ -910,21 +910,34 @@ ONE_PASS_DUAL_MUTANTS = {  # and whether it takes late copies to notice
     "zeros-missed": ("store_zeros(DQ + y * (2 * COLUMNS), 2 * COLUMNS)", "store_zeros(DQ, 2 * COLUMNS)", False),
     "added-before-it-is-there": ("wait(memory.dq_full, at(i, 1))", "pass", False),
     "not-waited-for": ("tma.store_wait(0)  # until it is read", "pass", False),
-    "overwritten": ("mbarrier.wait(memory.dq_empty.index(w), odd)", "pass", False),
-    "of-another-tile": ("[of_tile * FLOATS, 0]", "[0, 0]", False),
+    "overwritten": ("mbarrier.wait(memory.dq_empty.index(w), 0)  #", "#", False),
+    "overwritten-by-its-tangent": ("mbarrier.wait(memory.dq_empty.index(w), 1)", "pass", False),
+    "of-another-tile": ("[(of_tile + PART) * FLOATS, 0]", "[PART * FLOATS, 0]", False),
     "dS-not-waited-for": ("wait(memory.ds_full, use)", "pass", False),
-    "last-tiles-lost": ("for more in range(options.LAG):", "for more in range(0):", False),
-    "keys-of-one-warpgroup": ("matrix(memory.k, u + (i >> 30))", "matrix(memory.k, i >> 30)", False),
-    "tangents-of-keys-of-one-warpgroup": ("matrix(memory.tk, u + (i >> 30))", "matrix(memory.tk, i >> 30)", False),
-    "tangents-of-keys-left-out": ("by_thread(b_tdq + b_more)", "by_thread(b_tdq)", False),
-    "last-product-lost": ("    if FEATURES.deferred:\n        if i > 0:", "    if FEATURES.deferred:\n        if i < 0:", False),
-    "product-of-another-tile": ("at(i + options.SLOTS - 1, options.SLOTS)", "at(i, options.SLOTS)", False),
-    "queries-given-back-early": (
-        "mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)",
-        "give_back(memory.q_empty, use)",
+    "dS-in-the-other's-place": ("place.slice(FIRST + T, T, 1)", "place.slice(FIRST, T, 1)", False),
+    "last-tiles-lost": ("for more in range(N * options.LAG):", "for more in range(0):", False),
+    "keys-of-one-warpgroup": ("matrix(keys, u + (i >> 30))", "matrix(keys, i >> 30)", False),
+    "tangents-of-keys-left-out": (
+        "b_tdq = key_product(i, use.slot, memory.tk, 0, 2 * T, b_tdq, True, memory, options)",
+        "pass",
         False,
     ),
-    "cotangents-not-waited-for": ("    wait(memory.do_full, use)\n    b_dp", "    b_dp", True),
+    "last-product-lost": (
+        "    if FEATURES.deferred:\n        if i > 0:\n            q = rows_from",
+        "    if FEATURES.deferred:\n        if i < 0:\n            q = rows_from",
+        False,
+    ),
+    "product-of-another-tile": ("options.SLOTS).slot, 0)  # of the tile before\n", "options.SLOTS).slot, 0) * 0\n", False),
+    "queries-given-back-early": (
+        "mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)\n    else:\n        b_s = warpgroup_mma_wait(1",
+        "give_back(memory.q_empty, use)\n    else:\n        b_s = warpgroup_mma_wait(1",
+        False,
+    ),
+    "cotangents-not-waited-for": (
+        "wait(memory.do_full, use)\n    b_dp = score_product(matrix(memory.v, z)",
+        "b_dp = score_product(matrix(memory.v, z)",
+        True,
+    ),
     "values-not-waited-for": ("mbarrier.wait(memory.v_full.index(0), 0)", "pass", True),
 }  # fmt: skip
 
@@ -941,9 +954,11 @@ def test_one_pass_dual_broken_fails(old, new, late):
 @pytest.mark.parametrize(
     ("case", "old", "new"),
     [
+        ("alone", "mbarrier.wait(memory.dq_empty.index(w), odd)  # its place", "# its place"),
+        ("alone", "by_thread(b_tdq + b_more)", "by_thread(b_tdq)"),
         ("key-lengths", "clean(matrix(memory.tk, w), 0, n)", "pass"),
         ("all", "clean(tdo, j * T, sight.query_end)", "pass"),
-        ("lag-1", "wait_empty(memory.ds_empty, kept)", "pass"),
+        ("alone-lag-1", "wait_empty(memory.ds_empty, kept)", "pass"),
         ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)", "pass"),
     ],
 )

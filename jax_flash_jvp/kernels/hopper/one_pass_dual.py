@@ -79,7 +79,9 @@ COLUMNS = gl.constexpr(64)  # channels of one, with those that TMA fills up
 GROUPS = gl.constexpr(2)  # as registers hold four sums of 64 rows
 FLOATS = gl.constexpr(4 * 32)  # rows of 32 floats that TMA adds at a time
 # constants as in `one_pass.py`, where T is that of all tiles TOGETHER
-Options = namedtuple("Options", "C T TOGETHER SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS FEATURES HAS_MASKED CORRECTED RAGGED")
+Options = namedtuple(
+    "Options", "C T TOGETHER SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS FEATURES HAS_MASKED CORRECTED RAGGED"
+)
 # descriptors, of rows with channels as in `ring.py`
 Arrays = namedtuple("Arrays", "q k v do tq tk tv tdo lse2 mu delta t_delta dq rows")
 # shared, and the barriers of each
@@ -651,5 +653,9 @@ def from_sums(SUMS, T: gl.constexpr):
     if T == TILE:
         b_x = stored(SUMS, like).permute((1, 0))
     else:
-        b_x = gl.join(stored(SUMS, like), stored(SUMS + 2 * T * COLUMNS, like)).permute((2, 1, 0)).reshape([TILE, COLUMNS])
+        b_x = (
+            gl.join(stored(SUMS, like), stored(SUMS + 2 * T * COLUMNS, like))
+            .permute((2, 1, 0))
+            .reshape([TILE, COLUMNS])
+        )
     return gl.convert_layout(b_x, product_layout(COLUMNS))
