@@ -300,6 +300,28 @@ def test_one_pass(monkeypatch, head_dim):
     oracle.assert_close(got, exact, naive)
 
 
+@hopper
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("ring", [{}, dict(together=1, lag=2, kept=4)], ids=["of-two", "of-one"])
+def test_one_pass_dual(monkeypatch, ring, causal):
+    """Of the gradient through forward and tangent, likewise."""
+    from jax_flash_jvp.kernels.hopper import config
+
+    monkeypatch.setattr(config, "ONE_PASS_DUAL_FROM", dict.fromkeys(config.ONE_PASS_DUAL, 0))
+    monkeypatch.setitem(config.ONE_PASS_DUAL, 64, config.ONE_PASS_DUAL[64]._replace(**ring))
+    x, tx, (g, tg) = jax.tree.map(
+        lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands((2, 700, 600, 4, 2, 64, causal))
+    )
+
+    def gradients(attention, x, tx, g):
+        both = lambda x, tx: jax.jvp(lambda *x: attention(*x, is_causal=causal), x, tx)
+        return jax.vjp(both, x, tx)[1](g)
+
+    got = oracle.evaluate(gradients, by("hopper"), (x, tx, (g, tg)), "bfloat16")
+    naive, exact = (oracle.evaluate(gradients, oracle.attention, (x, tx, (g, tg)), d) for d in ("bfloat16", "float64"))
+    oracle.assert_close(got, exact, naive)
+
+
 BUSY = """
 import jax, sys, time
 a = jax.numpy.ones((4096, 4096), "bfloat16")

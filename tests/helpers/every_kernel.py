@@ -25,6 +25,7 @@ KINDS = (*HOPPER, "bias", "soft-cap", "dropout")
 CASES = [
     *itertools.product(["hopper"], HOPPER, (32, 64, 72, 128, 256), JOBS),
     *itertools.product(["hopper"], ["long", "long causal-lengths"], (64, 72, 96, 128), ["backward"]),  # in one pass
+    *itertools.product(["hopper"], ["long", "long causal-lengths"], (64,), ["backward_dual"]),  # likewise
     *itertools.product(["portable"], KINDS, (64, 72), JOBS),
 ]
 
@@ -64,6 +65,7 @@ def job(family, kind, head_dim, name, deterministic):
         x = x._replace(seed=integers(3, 4, 0, 0, 0).expand(batch, 5).contiguous())
     if kind.startswith("long") and not deterministic:
         config.ONE_PASS_FROM = dict.fromkeys(config.ONE_PASS, 0)
+        config.ONE_PASS_DUAL_FROM = dict.fromkeys(config.ONE_PASS_DUAL, 0)
     launcher = TorchLauncher(x.query.device)
     o, log_sum_exp, t_o, mu = jobs.forward(launcher, problem, x, tx)
     y, cy, along = (o, log_sum_exp), (draw(*o.shape), None), (tx, (t_o, mu), (draw(*o.shape), None))

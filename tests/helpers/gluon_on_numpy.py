@@ -400,7 +400,7 @@ def _standing_in(modules):
 def emulated(old="", new=""):
     """The modules of the kernels by name, with that change in their source."""
     modules, found = {m.__name__: m for m in (experimental, gluon, language, ampere, hopper)}, False
-    for name in ("products", "ring", "programs", "visibility", "forward", "backward", "one_pass"):
+    for name in ("products", "ring", "programs", "visibility", "forward", "backward", "one_pass", "one_pass_dual"):
         spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
         source = spec.loader.get_source(spec.name)
         found |= old in source

@@ -168,8 +168,8 @@ def test_delta_is_corrected(broken_kernels):
     assert corrected < 0.7 < ours()
 
 
-def hopper(launcher, arrays, scale, dtype, feature):
-    """As `derivatives`, but for the JVP, by the Hopper kernels on numpy."""
+def hopper(launcher, arrays, scale, dtype, feature, zeros=False):
+    """As `derivatives`, but for the JVP, by the Hopper kernels on numpy.  The tangent of the cotangent is none, or zeros."""
     q, k, v, g, *tx = (np.asarray(jnp.asarray(a, dtype)) for a in arrays)
     options, operands = feature
     x, tx = Operands(q, k, v, **operands), Operands(*tx)
@@ -177,7 +177,7 @@ def hopper(launcher, arrays, scale, dtype, feature):
     o, lse, *ty = jobs.forward(launcher, problem, x, tx)
     every = (True, True, True, False)
     got = jobs.backward(launcher, problem, x, (o, lse), (g, None), every)[:3]
-    along = (tx, tuple(ty), (None, None))
+    along = (tx, tuple(ty), (0 * g if zeros else None, None))
     dtx, dx = jobs.backward_dual(launcher, problem, x, (o, lse), (g, None), along, every, every)
     return dict(zip(HOPPER, (*got, *dx[:3], *dtx[:3]), strict=True))
 
@@ -198,7 +198,7 @@ HOPPER_FEATURES = {  # fields of the problem, arrays, and the oracle's arguments
 }  # fmt: skip
 
 
-def check_hopper(launcher, offset, dtype="bfloat16", name="none"):
+def check_hopper(launcher, offset, dtype="bfloat16", name="none", zeros=False):
     """Heads of 64 channels; those of the second key head have an offset, those of the first have none."""
     rng, common = np.random.default_rng(3), np.array([0, 1]).reshape(1, 1, 2, 1)
     draws = [rng.standard_normal((1, 150, 2, 64)) for _ in range(7)]
@@ -208,7 +208,7 @@ def check_hopper(launcher, offset, dtype="bfloat16", name="none"):
     *feature, arguments = HOPPER_FEATURES[name]
     compute = functools.partial(derivatives, scale=0.125, **arguments)
     exact, naive = (oracle.evaluate(compute, oracle.attention, rounded, d) for d in ("float64", dtype))
-    got = hopper(launcher, rounded, 0.125, dtype, feature)
+    got = hopper(launcher, rounded, 0.125, dtype, feature, zeros)
     for name in HOPPER:
         for head in range(2):
             error, allowed = (
@@ -320,6 +320,7 @@ def in_one_pass(monkeypatch):
     from jax_flash_jvp.kernels.hopper import config
 
     monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
+    monkeypatch.setattr(config, "ONE_PASS_DUAL_FROM", dict.fromkeys(config.ONE_PASS_DUAL, 0))
 
 
 @pytest.mark.usefixtures("in_one_pass")
@@ -327,8 +328,8 @@ def in_one_pass(monkeypatch):
 @pytest.mark.thorough
 def test_hopper_in_one_pass(name):
     launcher = gluon_on_numpy.Launcher()
-    check_hopper(launcher, (16, 4), name=name)
-    assert "one_pass" in {kernel for kernel, *_ in launcher.launched}
+    check_hopper(launcher, (16, 4), name=name, zeros=True)
+    assert {"one_pass", "one_pass_dual"} <= {kernel for kernel, *_ in launcher.launched}
 
 
 ONE_PASS_MUTANTS = {
@@ -336,6 +337,13 @@ ONE_PASS_MUTANTS = {
     "sums-not-added": ("add_async(arrays.rows, [of_tile * T], memory.rows.index(0))", "pass"),
     "of-another-head": ("gl.load(COMMON + i_b * (HQ // GROUP) + i_k)", "gl.load(COMMON)"),
     "sums-of-one-warpgroup": ("gl.static_range(options.GROUPS)", "gl.static_range(1)"),
+    "tangent-of-the-excess": ("b_tdq = without_mean(b_tdq, t_excess, KEY_MEAN, mean, C, 0)", "pass"),
+    "tangent-of-the-mean": ("b_tdq = without_mean(b_tdq, excess, T_KEY_MEAN, mean, C, 0)", "pass"),
+    "dual-sums-not-added": (
+        "add_async(arrays.rows, [(of_tile + PART) * (2 * STREAMED)], memory.rows.index(0))",
+        "pass",
+    ),
+    "sums-of-another-tile": ("gl.load(ROWS + o_r + T)", "gl.load(ROWS + o_r)"),
 }
 
 
@@ -344,4 +352,4 @@ ONE_PASS_MUTANTS = {
 @pytest.mark.thorough
 def test_one_pass_broken_fails(old, new):
     with pytest.raises(AssertionError, match="error"):
-        check_hopper(gluon_on_numpy.Launcher(old, new), (16, 4))
+        check_hopper(gluon_on_numpy.Launcher(old, new), (16, 4), zeros=True)

@@ -96,6 +96,7 @@ def launches(job, head_dim, kind):
         "key_side_tangent": lambda: dual(NOTHING, both),
         "query_side_tangent": lambda: dual(NOTHING, QUERY),
         "one_pass": lambda: backward((True, True, True)),
+        "one_pass_dual": lambda: dual((True, True, True), (True, True, True)),
     }[job]()
     return {kernel.__name__: (kernel, *rest) for kernel, *rest in recorder.launches}
 
@@ -215,6 +216,42 @@ def test_one_pass_compiles(monkeypatch, head_dim, kind):
         count = lambda word, body: sum(word in i for i in body)
         # three warpgroups that mask either end keep descriptors in memory with Triton 3.9
         stores, loads = (24, 56) if (head_dim, kind) == (64, "window-lengths") else (4, 30)
+        assert max(count("STL", body) for body in loops) <= stores
+        assert max(count("LDL", body) for body in loops) <= loads
+
+
+DUAL_RINGS = {"of-two": {}, "of-one": dict(together=1, lag=2, kept=4)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ring"),
+    [
+        pytest.param(kind, ring, marks=[pytest.mark.slow] * (kind not in ("whole", "causal-ragged")))
+        for kind, ring in itertools.product(ALONE, DUAL_RINGS)
+    ],
+)
+def test_one_pass_dual_compiles(monkeypatch, kind, ring):
+    """Next to nothing is stored to memory of a thread's own within the loop."""
+    monkeypatch.setattr(config, "ONE_PASS_DUAL_FROM", dict.fromkeys(config.ONE_PASS_DUAL, 0))
+    monkeypatch.setitem(config.ONE_PASS_DUAL, 64, config.ONE_PASS_DUAL[64]._replace(**DUAL_RINGS[ring]))
+    kernels = launches("one_pass_dual", 64, f"long-{kind}")
+    for name in ("prepare_dual", "one_pass_dual", "scale_queries_dual"):
+        kernel, signature, constants, options = kernels[name]
+        resources = compiled(kernel, signature, constants, capability=90, **options)
+        assert resources.warnings == ()
+        assert resources.fits(90)
+        if name != "one_pass_dual":
+            assert resources.spill_stores == 0
+            continue
+        assert resources.spill_stores <= 500
+        assert "cp.reduce.async.bulk.tensor" in resources.ptx
+        sass = resources.sass
+        assert unset_reads(sass) == {}
+        loops = loops_of_products(sass)
+        assert len(loops) >= 2
+        count = lambda word, body: sum(word in i for i in body)
+        # Triton 3.6 stores at most 3 and loads at most 20
+        stores, loads = (30, 56) if ring == "of-two" else (5, 30)
         assert max(count("STL", body) for body in loops) <= stores
         assert max(count("LDL", body) for body in loops) <= loads
 

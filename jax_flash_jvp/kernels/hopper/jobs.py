@@ -11,6 +11,7 @@ from jax_flash_jvp.kernels.hopper import backward as backward_kernels
 from jax_flash_jvp.kernels.hopper import config
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper import one_pass as one_pass_kernels
+from jax_flash_jvp.kernels.hopper import one_pass_dual as dual_kernels
 from jax_flash_jvp.kernels.hopper.config import GROUP, Ring
 from jax_flash_jvp.kernels.hopper.products import column_widths
 from jax_flash_jvp.kernels.hopper.programs import TOGETHER, fragment_size, reciprocal
@@ -112,6 +113,15 @@ class HopperCall:
             **{name: reciprocal(n) for name, n in divisors.items()},
         )  # fmt: skip
 
+    def numbers_in_one_pass(self, sweep: Sweep, rows: int) -> dict[str, int]:
+        """Those of a launch with one program for each block, of so many keys."""
+        blocks = triton.cdiv(self.key_length, rows) * sweep.heads
+        divisors = dict(
+            of_blocks=blocks // sweep.heads, of_heads=sweep.heads // self.batch, of_together=TOGETHER.value,
+            of_rest=sweep.heads % TOGETHER.value or 1,
+        )  # fmt: skip
+        return dict(n=blocks, **{name: reciprocal(n) for name, n in divisors.items()})
+
     def _between_programs(self, ring: Ring, schedule: Schedule, handed_over: tuple[int, int]) -> Output | None:
         """The counter from which they take blocks, or the fragments of blocks that they hand over."""
         if schedule.mode == "dynamic":
@@ -157,7 +167,7 @@ def _forward(call: HopperCall, tx: Operands, saved=None):
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
     if all(want[:3]) and not problem.deterministic:
         call = HopperCall(launcher, problem, x, one_pass_kernels.one_pass)
-        if call.sweep(by_key=True).in_one_pass:
+        if call.sweep(by_key=True).in_one_pass(dual=False):
             return _in_one_pass(call, y, cy)
     return backward_dual(launcher, problem, x, y, cy, (NO_TANGENT, (None, None), (None, None)), want, (False,) * 4)[0]
 
@@ -185,22 +195,18 @@ def _in_one_pass(call: HopperCall, y, cy) -> Operands:
     means = call.portable.key_means(None, call.block_of_means(query_ring, dual=False))
     listed = call.features.tiles.present
     lists = call.portable.tiles(Tile(tile, rows, config.WARPS, 1), by_key=True) if listed else None
-    blocks = triton.cdiv(call.key_length, rows) * sweep.heads
-    divisors = dict(
-        of_blocks=blocks // sweep.heads, of_heads=sweep.heads // call.batch, of_together=TOGETHER.value,
-        of_rest=sweep.heads % TOGETHER.value or 1,
-    )  # fmt: skip
+    numbers = call.numbers_in_one_pass(sweep, rows)
     of_tile = lambda name: Blocks(made[name], (tile,))
     sums_of = lambda name, width: InPlace(Blocks(made[name], (2 * width, 32)))
     corrected = dict(CORRECTED=call.portable.corrected)
     got = call.launcher.launch(
         Launch(
-            one_pass_kernels.one_pass, blocks,
+            one_pass_kernels.one_pass, numbers["n"],
             dict(
                 call.descriptors(q=(x.query, tile), k=(x.key, GROUP), v=(x.value, GROUP), do=(d_o, tile)),
                 lse2_d=of_tile("LSE2"), delta_d=of_tile("DELTA"), **call.portable.selected(True), TILES=lists,
                 COMMON=means.common,
-            ), dict(call.scalars, n=blocks, **{name: reciprocal(n) for name, n in divisors.items()}),
+            ), dict(call.scalars, **numbers),
             dict(
                 dq_d=sums_of("DQ", widths[0]), dq_r=sums_of("DQ_R", widths[-1]), rows_d=InPlace(of_tile("ROWS")),
                 DK=call.key_gradient, DV=call.key_gradient,
@@ -228,6 +234,74 @@ def _in_one_pass(call: HopperCall, y, cy) -> Operands:
     return Operands(query["D_Q"], got["DK"], got["DV"])
 
 
+def _dual_in_one_pass(call: HopperCall, y, cy, tangents) -> tuple[Operands, Operands]:
+    """The gradients of q, k and v, and their tangents."""
+    tx, (t_o, mu), (t_d_o, t_d_lse) = tangents
+    x, (o, log_sum_exp), (d_o, d_lse), d = call.x, y, cy, call.head_dim
+    sweep, ring = call.sweep(by_key=True), config.ONE_PASS_DUAL[call.width]
+    tile, rows = dual_kernels.STREAMED.value, GROUP * dual_kernels.GROUPS.value
+    pairs = call.batch * call.query_heads * triton.cdiv(call.query_length, 2 * tile)  # of tiles
+    sizes = dict(HQ=call.query_heads, LQ=call.query_length)
+    has = dict(HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None)
+    statistic, floats = Output((pairs * 2 * tile,), "float32"), dual_kernels.FLOATS.value
+    made = call.launcher.launch(
+        Launch(
+            dual_kernels.prepare_dual, pairs,
+            dict(
+                O=o, DO=d_o, TO=t_o, TDO=t_d_o, LSE=log_sum_exp, MU=mu, D_LSE=d_lse, TD_LSE=t_d_lse,
+                Q_LENGTHS=x.query_lengths,
+            ), sizes,
+            dict(
+                LSE2=statistic, MU_OUT=statistic, DELTA=statistic, T_DELTA=statistic,
+                DQ=Output((pairs * 2 * floats, 32), "float32"), ROWS=Output((pairs * 4 * tile,), "float32"),
+            ), dict(C=d, **has, FEATURES=call.features), config.WARPS, num_stages=1,
+        )
+    )  # fmt: skip
+    query_ring = call.sweep(by_key=False).ring(config.QUERY_SIDE[call.width, "dual"])
+    means = call.portable.key_means(tx.key, call.block_of_means(query_ring, dual=True))
+    listed = call.features.tiles.present
+    lists = call.portable.tiles(Tile(ring.together * tile, rows, config.WARPS, 1), by_key=True) if listed else None
+    numbers = call.numbers_in_one_pass(sweep, rows)
+    of_tile = lambda name: Blocks(made[name], (tile,))
+    rows_of = lambda a, n: Rows(a, n, dual_kernels.COLUMNS.value)
+    corrected = dict(CORRECTED=call.portable.corrected)
+    got = call.launcher.launch(
+        Launch(
+            dual_kernels.one_pass_dual, numbers["n"],
+            dict(
+                q_d=rows_of(x.query, tile), k_d=rows_of(x.key, GROUP), v_d=rows_of(x.value, GROUP), do_d=rows_of(d_o, tile),
+                tq_d=rows_of(tx.query, tile), tk_d=rows_of(tx.key, GROUP), tv_d=rows_of(tx.value, GROUP),
+                tdo_d=rows_of(t_d_o, tile), lse2_d=of_tile("LSE2"), mu_d=of_tile("MU_OUT"), delta_d=of_tile("DELTA"),
+                t_delta_d=of_tile("T_DELTA"), **call.portable.selected(True), TILES=lists, COMMON=means.common,
+            ), dict(call.scalars, **numbers),
+            dict(
+                dq_d=InPlace(Blocks(made["DQ"], (floats, 32))), rows_d=InPlace(Blocks(made["ROWS"], (2 * tile,))),
+                **dict.fromkeys(("DK", "DV", "TDK", "TDV"), call.key_gradient),
+            ),
+            dict(
+                C=d, TOGETHER=ring.together, SLOTS=ring.slots, KEPT=ring.kept, LAG=ring.lag, TURNS=ring.turns, **corrected,
+                RAGGED=call.features.key_lengths or call.key_length % rows > 0,
+                FEATURES=dataclasses.replace(call.features, deferred=ring.deferred, one_loop=sweep.one_loop),
+            ), config.WARPS, num_stages=1, registers=config.REGISTERS[dual_kernels.GROUPS.value],
+        )
+    )  # fmt: skip
+    query = call.launcher.launch(
+        Launch(
+            dual_kernels.scale_queries_dual, pairs,
+            dict(
+                SUMS=got["dq_d"], ROWS=got["rows_d"], LSE2=made["LSE2"], D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean,
+                T_KEY_MEAN=means.t_mean, COMMON=means.common,
+            ), dict(sizes, scale=float(call.problem.scale), GROUP=call.query_heads // call.key_heads),
+            dict(D_Q=call.output, TD_Q=call.output),
+            dict(
+                C=d, TOGETHER=ring.together, **has, **corrected,
+                FEATURES=dataclasses.replace(call.features, row_means=call.portable.row_means),
+            ), config.WARPS, num_stages=1,
+        )
+    )  # fmt: skip
+    return Operands(query["D_Q"], got["DK"], got["DV"]), Operands(query["TD_Q"], got["TDK"], got["TDV"])
+
+
 class Wanted(NamedTuple):
     """Of the gradients of a side: of its resident rows a and c, and their tangents."""
 
@@ -246,6 +320,11 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     """Needs a cotangent of o."""
     tx, ty, tcy = tangents
     (o, log_sum_exp), (d_o, d_lse), (t_o, mu), (t_d_o, t_d_lse) = y, cy, ty, tcy
+    given = (*tx[:3], t_d_o)
+    if all((*want[:3], *want_tangent[:3])) and all(a is not None for a in given) and not problem.deterministic:
+        call = HopperCall(launcher, problem, x, dual_kernels.one_pass_dual)
+        if call.sweep(by_key=True).in_one_pass(dual=True):
+            return _dual_in_one_pass(call, y, cy, tangents)
     dual, want, want_tangent = any(want_tangent), Operands(*want), Operands(*want_tangent)
     call = HopperCall(launcher, problem, x, backward_kernels.backward, lists_counted=not dual)
     query = ((x.query, tx.query), (d_o, t_d_o))

@@ -69,13 +69,15 @@ class Sweep:
             return False
         return self.seen <= config.ONE_LOOP
 
-    @property
-    def in_one_pass(self) -> bool:
+    def in_one_pass(self, dual: bool) -> bool:
         """Is the backward to go once over the scores?  If so, this is the sweep, by key."""
         width, concurrent = config.width_of(self.head_dim), self.multiprocessors or 1
-        if min(self.resident, self.seen) < config.ONE_PASS_FROM.get(width, math.inf):
+        least, rings = (
+            (config.ONE_PASS_DUAL_FROM, config.ONE_PASS_DUAL) if dual else (config.ONE_PASS_FROM, config.ONE_PASS)
+        )
+        if min(self.resident, self.seen) < least.get(width, math.inf):
             return False
-        blocks = triton.cdiv(self.resident, GROUP * config.ONE_PASS[width].groups) * self.heads
+        blocks = triton.cdiv(self.resident, GROUP * rings[width].groups) * self.heads
         return blocks >= config.ONE_PASS_FILLS * triton.cdiv(blocks, concurrent) * concurrent
 
     def blocks(self, ring: Ring) -> int:

@@ -1,0 +1,661 @@
+"""The dual backward in one pass over the scores, up to 64 channels: fifteen products, not the twenty-one of the two sides.
+
+As `one_pass.py`, with tangents.  A block is 64 keys for each of two consumer warpgroups, and streams q and d_o of its query
+heads, each with its tangent below it, in tiles of T queries; formulas of dk, dv and their tangents as in `backward.py`, and
+
+    dqᵀ = kᵀ ds    ḋqᵀ = kᵀ ḋs + k̇ᵀ ds    [channels, queries]
+
+Channels in the place of rows: a product has 64 of these, and no more than 32 queries at a time leave registers for four sums.
+dq is made of one tile, or of two TOGETHER.  Of these dS is in the first columns of a place in shared memory, ḋS in the others: of
+one tile, one product has kᵀ ds and kᵀ ḋs, and TMA adds dqᵀ and ḋqᵀ at once; of two, all three have as many columns, and dqᵀ is
+added while ḋqᵀ is multiplied.
+
+Rows of dS and of ḋS are corrected as in `one_pass.py`: dQ' = dQ − e k̄ and ḋQ' = ḋQ − ė k̄ − e k̄̇.
+"""
+
+from collections import namedtuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jax_flash_jvp.kernels.hopper.backward import excess_of, own, visits_of_head
+from jax_flash_jvp.kernels.hopper.one_pass import (
+    COMMON_KEYS,
+    ODD,
+    ONES,
+    TILE,
+    at,
+    is_masked,
+    row_products,
+    store_zeros,
+    tile_of,
+    tile_range,
+    wait_empty,
+)
+from jax_flash_jvp.kernels.hopper.products import (
+    GROUP_ROWS,
+    LOG2E,
+    accumulated,
+    halves,
+    log2_sum_exp,
+    mean_at,
+    product_layout,
+    scaled,
+    score_product,
+    settled,
+    settled_before,
+    store_rows,
+    sums,
+    without_mean,
+    zeroed,
+)
+from jax_flash_jvp.kernels.hopper.programs import Integers, aligned, by_thread, stored
+from jax_flash_jvp.kernels.hopper.ring import (
+    add_async,
+    async_load,
+    barriers,
+    clean,
+    expect,
+    give_back,
+    load,
+    load_resident,
+    matrix,
+    row_layout,
+    rows_from,
+    tiles,
+    wait,
+)
+from jax_flash_jvp.kernels.hopper.visibility import Selection, bits, has_masked_tiles, hide, looked_up, selected
+
+STREAMED = gl.constexpr(32)  # queries of a tile
+COLUMNS = gl.constexpr(64)  # channels of one, with those that TMA fills up
+GROUPS = gl.constexpr(2)  # as registers hold four sums of 64 rows
+FLOATS = gl.constexpr(4 * 32)  # rows of 32 floats that TMA adds at a time
+# constants as in `one_pass.py`, where T is that of all tiles TOGETHER
+Options = namedtuple(
+    "Options", "C T TOGETHER SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS FEATURES HAS_MASKED CORRECTED RAGGED"
+)
+# descriptors, of rows with channels as in `ring.py`
+Arrays = namedtuple("Arrays", "q k v do tq tk tv tdo lse2 mu delta t_delta dq rows")
+# shared, and the barriers of each
+Memory = namedtuple(
+    "Memory",
+    "k v tk tv q do lse2 mu delta t_delta ds dq ones rows "
+    "k_full v_full cleaned q_full q_empty do_full do_empty ds_full ds_empty dq_full dq_empty turn",
+)
+Results = namedtuple("Results", "DK DV TDK TDV")
+
+
+@gluon.jit
+def tiles_of_queries(LQ):
+    """Of a head, as many as TILE queries at a time need."""
+    return gl.cdiv(LQ, TILE) * (TILE // STREAMED)
+
+
+@gluon.jit
+def tiles_alone(visits, options):
+    """What `tile_alone` takes."""
+    low, high = tile_range(visits, options)
+    return low * options.TOGETHER, high * options.TOGETHER
+
+
+@gluon.jit
+def tile_alone(t, visits, options):
+    N: gl.constexpr = options.TOGETHER
+    return tile_of(t // N, visits, options) * N + t % N
+
+
+# ------------------------------------------------------------------------------------------------ the warps that load and add
+
+
+@gluon.jit
+def load_keys(x, tx, place, bar, buffers, t_buffers, options):
+    """The block's rows of keys or of values, with their tangents."""
+    GROUPS: gl.constexpr = options.GROUPS
+    i_b, i_a, row = place
+    expect(bar, 2 * GROUPS, x)
+    for w in gl.static_range(GROUPS):
+        load_resident(x, i_b, i_a, row, bar, buffers, w, w)
+        load_resident(tx, i_b, i_a, row, bar, t_buffers, w, w)
+
+
+@gluon.jit
+def load_streamed(x, tx, y, ty, place, use, buffers, y_buffer, ty_buffer, full, empty):
+    """A tile of rows and of their tangents, and two statistics."""
+    T: gl.constexpr = STREAMED
+    i_b, i_h, row, of_statistics = place
+    bar = full.index(use.slot)
+    wait_empty(empty, use)
+    expect(bar, 2, x, 2 * y.block_type.nbytes)
+    load(x, i_b, i_h, row, bar, buffers, use.slot, 0, T)
+    load(tx, i_b, i_h, row, bar, buffers, use.slot, T, T)
+    async_load(y, [of_statistics], bar, y_buffer.index(use.slot))
+    async_load(ty, [of_statistics], bar, ty_buffer.index(use.slot))
+
+
+@gluon.jit
+def produce(arrays, memory, ints, selection, options):
+    T: gl.constexpr = STREAMED
+    block = own(gl.program_id(0), ints, selection, options)
+    i_b = block.i_b
+    n_tiles = tiles_of_queries(ints.LQ)
+    of_keys = (i_b, block.i_a, block.i_block * (options.GROUPS * GROUP_ROWS))
+    load_keys(arrays.k, arrays.tk, of_keys, memory.k_full.index(0), memory.k, memory.tk, options)
+    i = 0
+    for i_g in range(block.group):
+        i_h = block.i_stream + i_g
+        visits = visits_of_head(i_g, block, ints, selection, options)
+        low, high = tiles_alone(visits, options)
+        for t in range(low, high):
+            j = tile_alone(t, visits, options)
+            use = at(i, options.SLOTS)
+            place = (i_b, i_h, j * T, ((i_b * ints.HQ + i_h) * n_tiles + j) * T)
+            load_streamed(
+                arrays.q, arrays.tq, arrays.lse2, arrays.mu, place, use,
+                memory.q, memory.lse2, memory.mu, memory.q_full, memory.q_empty,
+            )  # fmt: skip
+            if i == 0:  # v is of no use before q is there
+                load_keys(arrays.v, arrays.tv, of_keys, memory.v_full.index(0), memory.v, memory.tv, options)
+            load_streamed(
+                arrays.do, arrays.tdo, arrays.delta, arrays.t_delta, place, use,
+                memory.do, memory.delta, memory.t_delta, memory.do_full, memory.do_empty,
+            )  # fmt: skip
+            i += 1
+    if i == 0:
+        load_keys(arrays.v, arrays.tv, of_keys, memory.v_full.index(0), memory.v, memory.tv, options)
+
+
+@gluon.jit
+def add(arrays, memory, COMMON, ints, selection, options):
+    """The warp that has TMA add dqᵀ and ḋqᵀ, and row sums, to what other blocks have made of them."""
+    N: gl.constexpr = options.TOGETHER
+    block = own(gl.program_id(0), ints, selection, options)
+    i_b = block.i_b
+    n_tiles = tiles_of_queries(ints.LQ)
+    common = 0
+    if options.CORRECTED:
+        common = gl.load(COMMON + i_b * (ints.HQ // ints.GROUP) + block.i_a)
+    i = 0
+    for i_g in range(block.group):
+        i_h = block.i_stream + i_g
+        visits = visits_of_head(i_g, block, ints, selection, options)
+        low, high = tile_range(visits, options)
+        for t in range(low, high):
+            of_tile = (i_b * ints.HQ + i_h) * n_tiles + tile_of(t, visits, options) * N
+            for PART in gl.static_range(N):
+                wait(memory.dq_full, at(i, 1))
+                if options.CORRECTED:
+                    if common:
+                        add_async(arrays.rows, [(of_tile + PART) * (2 * STREAMED)], memory.rows.index(0))
+                add_async(arrays.dq, [(of_tile + PART) * FLOATS, 0], memory.dq.index(0))
+                tma.store_wait(0)  # until it is read
+                i += 1
+                mbarrier.arrive(memory.dq_empty.index(i // N % options.GROUPS), count=1)
+
+
+# ------------------------------------------------------------------------------------------------ the warpgroups that multiply
+
+
+@gluon.jit
+def clean_resident(w: gl.constexpr, n, memory):
+    """Zeros for a warpgroup's rows from the n-th on, which may hold anything: all make dq of them."""
+    clean(matrix(memory.k, w), 0, n)
+    clean(matrix(memory.v, w), 0, n)
+    clean(matrix(memory.tk, w), 0, n)
+    clean(matrix(memory.tv, w), 0, n)
+    fence_async_shared()
+    mbarrier.arrive(memory.cleaned.index(0), count=1)
+    mbarrier.wait(memory.cleaned.index(0), 0)
+
+
+@gluon.jit
+def key_product(i, slot, keys, FIRST: gl.constexpr, N: gl.constexpr, b_x, ADD: gl.constexpr, memory, options):
+    """The sums + xᵀ ds, of keys or their tangents x and N columns of a place of dS, over all keys of the block."""
+    GROUPS: gl.constexpr = options.GROUPS
+    for u in gl.static_range(GROUPS):
+        x = matrix(keys, u + (i >> 30))[0].permute((1, 0))
+        ds = memory.ds.index(GROUPS * slot + u).slice(FIRST, N, 1)
+        b_x = warpgroup_mma(x, ds, b_x, use_acc=ADD or u > 0, is_async=True)
+    return b_x
+
+
+@gluon.jit
+def store_row_sums(slot, FIRST: gl.constexpr, memory, options):
+    """Of 64 columns of a place of dS, over all keys of the block: all columns of a product with ones."""
+    b_r = gl.zeros([2 * STREAMED, ONES], gl.float32, product_layout(ONES))
+    for u in gl.static_range(options.GROUPS):
+        ds = memory.ds.index(options.GROUPS * slot + u).slice(FIRST, 2 * STREAMED, 1)
+        b_r = warpgroup_mma(ds.permute((1, 0)), memory.ones, b_r, use_acc=u > 0, is_async=True)
+    memory.rows.index(0).store(gl.max(warpgroup_mma_wait(0, deps=[b_r]), 1))
+
+
+@gluon.jit
+def make_dq(i, w: gl.constexpr, odd, common, memory, options):
+    """And ḋq, of the i-th tile, or tiles together."""
+    use = at(i, options.KEPT)
+    wait(memory.ds_full, use)
+    if options.TOGETHER == 1:
+        make_dq_of_one(i, use, w, odd, common, memory, options)
+    else:
+        make_dq_of_two(i, use, w, common, memory, options)
+
+
+@gluon.jit
+def make_dq_of_one(i, use, w: gl.constexpr, odd, common, memory, options):
+    GROUPS: gl.constexpr = options.GROUPS
+    T: gl.constexpr = STREAMED
+    if options.CORRECTED:
+        if common:
+            mbarrier.wait(memory.dq_empty.index(w), odd)
+            store_row_sums(use.slot, 0, memory, options)
+    b_dq = gl.zeros([COLUMNS, 2 * T], gl.float32, product_layout(2 * T))
+    b_more = gl.zeros([COLUMNS, T], gl.float32, product_layout(T))
+    b_dq = key_product(i, use.slot, memory.k, 0, 2 * T, b_dq, False, memory, options)
+    b_more = key_product(i, use.slot, memory.tk, 0, T, b_more, False, memory, options)
+    b_dq = warpgroup_mma_wait(GROUPS, deps=[b_dq])
+    b_dq, b_tdq = halves(b_dq)
+    mbarrier.wait(memory.dq_empty.index(w), odd)  # its place is given from one warpgroup to the next
+    memory.dq.index(0).slice(0, 2 * T, 0).store(by_thread(b_dq).reshape([2 * T, 32]))
+    b_more = warpgroup_mma_wait(0, deps=[b_more])
+    give_back(memory.ds_empty, use)
+    memory.dq.index(0).slice(2 * T, 2 * T, 0).store(by_thread(b_tdq + b_more).reshape([2 * T, 32]))
+    fence_async_shared()
+    mbarrier.arrive(memory.dq_full.index(0), count=1)
+
+
+@gluon.jit
+def make_dq_of_two(i, use, w: gl.constexpr, common, memory, options):
+    GROUPS: gl.constexpr = options.GROUPS
+    T: gl.constexpr = STREAMED
+    if options.CORRECTED:
+        if common:
+            mbarrier.wait(memory.dq_empty.index(w), 0)
+            store_row_sums(use.slot, 0, memory, options)
+    b_dq = gl.zeros([COLUMNS, 2 * T], gl.float32, product_layout(2 * T))
+    b_tdq = b_dq
+    b_dq = key_product(i, use.slot, memory.k, 0, 2 * T, b_dq, False, memory, options)
+    b_tdq = key_product(i, use.slot, memory.k, 2 * T, 2 * T, b_tdq, False, memory, options)
+    b_tdq = key_product(i, use.slot, memory.tk, 0, 2 * T, b_tdq, True, memory, options)
+    b_dq = warpgroup_mma_wait(2 * GROUPS, deps=[b_dq])
+    mbarrier.wait(memory.dq_empty.index(w), 0)  # its place is given from one warpgroup to the next
+    memory.dq.index(0).store(by_thread(b_dq).reshape([FLOATS, 32]))
+    fence_async_shared()
+    mbarrier.arrive(memory.dq_full.index(0), count=1)
+    b_tdq = warpgroup_mma_wait(0, deps=[b_tdq])
+    mbarrier.wait(memory.dq_empty.index(w), 1)
+    if options.CORRECTED:
+        if common:
+            store_row_sums(use.slot, 2 * T, memory, options)
+    give_back(memory.ds_empty, use)
+    memory.dq.index(0).store(by_thread(b_tdq).reshape([FLOATS, 32]))
+    fence_async_shared()
+    mbarrier.arrive(memory.dq_full.index(0), count=1)
+
+
+@gluon.jit
+def make_dq_in_turn(i, turn, w: gl.constexpr, memory, options):
+    """As in `one_pass.py`; `turn` counts tiles alone, the lag does not."""
+    N: gl.constexpr = options.TOGETHER
+    if (turn & (ODD - 1)) == 0:
+        make_dq(i // N - options.LAG, w, (turn & ODD) // ODD, turn >= COMMON_KEYS, memory, options)
+        turn = (turn ^ ODD) + N * options.GROUPS
+    return turn - 1
+
+
+@gluon.jit
+def store_ds(b_ds, i, FIRST: gl.constexpr, place, options):
+    """In its place, from column FIRST on, those of the i-th tile."""
+    T: gl.constexpr = STREAMED
+    if options.TOGETHER == 1:
+        place.slice(FIRST, T, 1).store(b_ds)
+    elif i % 2 == 0:
+        place.slice(FIRST, T, 1).store(b_ds)
+    else:
+        place.slice(FIRST + T, T, 1).store(b_ds)
+
+
+@gluon.jit
+def statistic(buffer, slot, LAYOUT: gl.constexpr):
+    return gl.expand_dims(buffer.index(slot).load(LAYOUT), 0)
+
+
+@gluon.jit
+def multiply(i, j, masked, w: gl.constexpr, a_start, sight, tds, b_dk, b_dv, b_tdk, b_tdv, memory, scale, options):
+    """One tile of queries."""
+    T: gl.constexpr = STREAMED
+    N: gl.constexpr = options.TOGETHER
+    GROUPS: gl.constexpr = options.GROUPS
+    FEATURES: gl.constexpr = options.FEATURES
+    DEFERRED: gl.constexpr = FEATURES.deferred
+    s_l: gl.constexpr = product_layout(T)
+    x_l: gl.constexpr = gl.SliceLayout(0, s_l)
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
+    dtype: gl.constexpr = memory.k[0].dtype
+    zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
+    a_start += i >> 30  # so that numbers of rows are worked out here, as the loop has no registers for them
+    z = w + (i >> 30)
+    use = at(i, options.SLOTS)
+    kept = at(i // N, options.KEPT)
+    q_tq = matrix(memory.q, use.slot)
+    do_tdo = matrix(memory.do, use.slot)
+    q, tq = rows_from(q_tq, 0, T), rows_from(q_tq, T, T)
+    do, tdo = rows_from(do_tdo, 0, T), rows_from(do_tdo, T, T)
+    if FEATURES.query_lengths:
+        if masked:
+            wait(memory.q_full, use)
+            clean(q, j * T, sight.query_end)
+            clean(tq, j * T, sight.query_end)
+            wait(memory.do_full, use)
+            clean(do, j * T, sight.query_end)
+            clean(tdo, j * T, sight.query_end)
+    wait(memory.q_full, use)
+    if options.TURNS:
+        mbarrier.wait(memory.turn.index(w), i & 1)
+    if DEFERRED:
+        slot = gl.where(i > 0, at(i + options.SLOTS - 1, options.SLOTS).slot, 0)  # of the tile before
+        b_tdk = accumulated(tds, rows_from(matrix(memory.q, slot), 0, T), b_tdk)
+    b_s = score_product(matrix(memory.k, z), q_tq, zeros, False)
+    wait(memory.do_full, use)
+    b_dp = score_product(matrix(memory.v, z), do_tdo, zeros, False)
+    if options.TURNS:
+        mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)
+    if DEFERRED:
+        b_tdk, tds, b_s = settled_before(b_tdk, tds, b_s, 1)
+        mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)
+    else:
+        b_s = warpgroup_mma_wait(1, deps=[b_s])
+    b_s, b_ts = halves(b_s)
+    lse2 = statistic(memory.lse2, use.slot, x_l)
+    if options.RAGGED:  # P of keys that do not exist could be anything, infinite too, and would reach dq
+        if a_start + GROUP_ROWS > sight.key_end:
+            o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
+            b_s = gl.where(gl.expand_dims(o_a < sight.key_end, 1), b_s, -float("inf"))
+    if options.HAS_MASKED:
+        if masked:
+            b_bits = bits(a_start, j * T, sight, T, False, True, FEATURES, s_l)
+            seen = looked_up(a_start, j * T, sight, T, False, True, FEATURES, s_l)
+            b_s = hide(b_s, seen, b_bits, a_start, j * T, sight, T, False, True, FEATURES, s_l)
+    b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)
+    p = gl.convert_layout(b_p.to(dtype), p_l)
+    b_ts -= statistic(memory.mu, use.slot, x_l) * (1 / scale)
+    b_ts = score_product(matrix(memory.tk, z), q, b_ts, True)
+    b_dv = accumulated(p, do, b_dv)
+    b_tdv = accumulated(p, tdo, b_tdv)
+    b_dp = warpgroup_mma_wait(3, deps=[b_dp])
+    b_dp, b_tdp = halves(b_dp)
+    b_dp -= statistic(memory.delta, use.slot, x_l)
+    b_ds = (b_p * b_dp).to(dtype)
+    ds = gl.convert_layout(b_ds, p_l)
+    b_tdk = accumulated(ds, tq, b_tdk)
+    b_dk = accumulated(ds, q, b_dk)
+    place = memory.ds.index(GROUPS * kept.slot + w)
+    wait_empty(memory.ds_empty, kept)
+    store_ds(b_ds, i, 0, place, options)
+    b_ts = warpgroup_mma_wait(4, deps=[b_ts])
+    b_w = b_ts * scale
+    b_tdp += b_dp * b_w - statistic(memory.t_delta, use.slot, x_l)
+    b_tdp = score_product(matrix(memory.tv, z), do, b_tdp, True)
+    pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
+    b_tdv = accumulated(pw, do, b_tdv)
+    b_tdp = warpgroup_mma_wait(1, deps=[b_tdp])
+    b_tds = (b_p * b_tdp).to(dtype)
+    store_ds(b_tds, i, N * T, place, options)
+    tds = gl.convert_layout(b_tds, p_l)
+    fence_async_shared()
+    mbarrier.arrive(memory.ds_full.index(kept.slot), count=1, pred=i % N == N - 1)
+    if not DEFERRED:
+        b_tdk = accumulated(tds, q, b_tdk)
+        b_tdk, tds = settled(b_tdk, tds)
+    b_tdk, ds = settled(b_tdk, ds)
+    b_dk, ds = settled(b_dk, ds)
+    b_dv, p = settled(b_dv, p)
+    b_tdv, pw = settled(b_tdv, pw)
+    if not DEFERRED:
+        give_back(memory.q_empty, use)
+    give_back(memory.do_empty, use)
+    return tds, b_dk, b_dv, b_tdk, b_tdv
+
+
+@gluon.jit
+def consume(w: gl.constexpr, memory, COMMON, results, scale, ints, selection, options):
+    C: gl.constexpr = options.C
+    T: gl.constexpr = STREAMED
+    N: gl.constexpr = options.TOGETHER
+    GROUPS: gl.constexpr = options.GROUPS
+    FEATURES: gl.constexpr = options.FEATURES
+    s_l: gl.constexpr = product_layout(T)
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
+    block = own(gl.program_id(0), ints, selection, options)
+    i_b, i_a = block.i_b, block.i_a
+    HK = ints.HQ // ints.GROUP
+    a_start = (block.i_block * GROUPS + w) * GROUP_ROWS
+    b_dk, b_dv, b_tdk, b_tdv = sums(C), sums(C), sums(C), sums(C)
+    tds = gl.convert_layout(gl.zeros([GROUP_ROWS, T], memory.k[0].dtype, s_l), p_l)
+    mbarrier.wait(memory.k_full.index(0), 0)
+    mbarrier.wait(memory.v_full.index(0), 0)
+    if FEATURES.key_lengths:
+        clean_resident(w, block.key_end - a_start, memory)
+    turn = N * (options.LAG + w) + N - 1
+    if options.CORRECTED:
+        turn += gl.load(COMMON + i_b * HK + i_a) * COMMON_KEYS
+    i = 0
+    for i_g in range(block.group):
+        visits = visits_of_head(i_g, block, ints, selection, options)
+        sight = selected(
+            selection, i_b, block.i_stream + i_g, ints, block.query_end, block.key_end, False, FEATURES
+        )  # fmt: skip
+        low, high = tiles_alone(visits, options)
+        for t in range(low, high):
+            j = tile_alone(t, visits, options)
+            masked = is_masked(t // N, visits, options)
+            tds, b_dk, b_dv, b_tdk, b_tdv = multiply(
+                i, j, masked, w, a_start, sight, tds, b_dk, b_dv, b_tdk, b_tdv, memory, scale, options
+            )  # fmt: skip
+            turn = make_dq_in_turn(i, turn, w, memory, options)
+            i += 1
+    if FEATURES.deferred:
+        if i > 0:
+            q = rows_from(matrix(memory.q, at(i - 1, options.SLOTS).slot), 0, T)
+            b_tdk = accumulated(tds, q, b_tdk)
+            b_tdk, tds = settled(b_tdk, tds)
+    for more in range(N * options.LAG):
+        turn = make_dq_in_turn(i + more, turn, w, memory, options)
+    # worked out again, as the loop has no registers for it
+    block = own(gl.program_id(0) + (i >> 30), ints, selection, options)
+    i_b, i_a = block.i_b, block.i_a
+    a_start = (block.i_block * GROUPS + w) * GROUP_ROWS
+    o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
+    b_scale = gl.full([GROUP_ROWS], scale, gl.float32, gl.SliceLayout(1, s_l))
+    b_dk, b_tdk = scaled(b_dk, b_scale), scaled(b_tdk, b_scale)
+    if FEATURES.key_lengths:
+        absent = o_a >= block.key_end
+        b_dk, b_dv = zeroed(b_dk, absent), zeroed(b_dv, absent)
+        b_tdk, b_tdv = zeroed(b_tdk, absent), zeroed(b_tdv, absent)
+    store_rows(results.DV, i_b, i_a, HK, a_start, ints.LK, b_dv, C)
+    store_rows(results.DK, i_b, i_a, HK, a_start, ints.LK, b_dk, C)
+    store_rows(results.TDV, i_b, i_a, HK, a_start, ints.LK, b_tdv, C)
+    store_rows(results.TDK, i_b, i_a, HK, a_start, ints.LK, b_tdk, C)
+
+
+@gluon.jit
+def statistics(desc, SLOTS: gl.constexpr):
+    return gl.allocate_shared_memory(gl.float32, [SLOTS, STREAMED], desc.layout)
+
+
+@gluon.jit
+def program(arrays, COMMON, results, scale, ints, selection, options):
+    """Its shared memory, its warps."""
+    T: gl.constexpr = STREAMED
+    GROUPS: gl.constexpr = options.GROUPS
+    SLOTS: gl.constexpr = options.SLOTS
+    dtype: gl.constexpr = arrays.k[0].dtype
+    # swizzled in rows of T, so that half of the columns are a tile as well
+    ds_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    k, tk = tiles(arrays.k, GROUPS), tiles(arrays.k, GROUPS)
+    v, tv = tiles(arrays.v, GROUPS), tiles(arrays.v, GROUPS)
+    q = tiles(arrays.q, SLOTS, 2)
+    do = tiles(arrays.do, SLOTS, 2)
+    lse2, mu = statistics(arrays.lse2, SLOTS), statistics(arrays.mu, SLOTS)
+    delta, t_delta = statistics(arrays.delta, SLOTS), statistics(arrays.t_delta, SLOTS)
+    ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, 2 * options.T], ds_l)
+    dq = gl.allocate_shared_memory(gl.float32, [1, FLOATS, 32], arrays.dq.layout)
+    ones = lse2
+    rows = lse2
+    if options.CORRECTED:
+        rows = gl.allocate_shared_memory(gl.float32, [1, 2 * T], arrays.rows.layout)
+        ones_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * ONES, element_bitwidth=16, rank=2)
+        ones = gl.allocate_shared_memory(dtype, [GROUP_ROWS, ONES], ones_l)
+        ones.store(gl.full([GROUP_ROWS, ONES], 1.0, dtype, row_layout(ONES)))
+    k_full, v_full = barriers(1, 1), barriers(1, 1)
+    q_full, q_empty = barriers(SLOTS, 1), barriers(SLOTS, GROUPS)
+    do_full, do_empty = barriers(SLOTS, 1), barriers(SLOTS, GROUPS)
+    ds_full, ds_empty = barriers(options.KEPT, GROUPS), barriers(options.KEPT, 1)
+    dq_full, dq_empty = barriers(1, 1), barriers(GROUPS, 1)
+    mbarrier.arrive(dq_empty.index(0), count=1)
+    cleaned = k_full
+    turn = k_full
+    if options.FEATURES.key_lengths:
+        cleaned = barriers(1, GROUPS)
+    if options.TURNS:
+        turn = barriers(GROUPS, 1)
+        mbarrier.arrive(turn.index(0), count=1)
+    fence_async_shared()
+    memory = Memory(
+        k, v, tk, tv, q, do, lse2, mu, delta, t_delta, ds, dq, ones, rows,
+        k_full, v_full, cleaned, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty, turn,
+    )  # fmt: skip
+    gl.warp_specialize([
+        (consume, (0, memory, COMMON, results, scale, ints, selection, options)),
+        (consume, (1, memory, COMMON, results, scale, ints, selection, options)),
+        (add, (arrays, memory, COMMON, ints, selection, options)),
+        (produce, (arrays, memory, ints, selection, options)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize_on_alignment=Integers._fields)
+def one_pass_dual(
+    q_d, k_d, v_d, do_d, tq_d, tk_d, tv_d, tdo_d, lse2_d, mu_d, delta_d, t_delta_d,
+    MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES, COMMON,
+    scale, n, HQ, GROUP, LQ, LK, left, right, of_blocks, of_heads, of_together, of_rest,
+    dq_d, rows_d, DK, DV, TDK, TDV,
+    C: gl.constexpr, TOGETHER: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, LAG: gl.constexpr, TURNS: gl.constexpr,
+    CORRECTED: gl.constexpr, RAGGED: gl.constexpr, FEATURES: gl.constexpr,
+):  # fmt: skip
+    LQ, LK = aligned(LQ, LK, FEATURES)
+    program(
+        Arrays(
+            (q_d,), (k_d,), (v_d,), (do_d,), (tq_d,), (tk_d,), (tv_d,), (tdo_d,), lse2_d, mu_d, delta_d, t_delta_d, dq_d, rows_d
+        ), COMMON, Results(DK, DV, TDK, TDV), scale,
+        Integers(n, HQ, GROUP, LQ, LK, left, right, 0, 0, 0, of_blocks, of_heads, 0, 0, of_together, of_rest),
+        Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
+        Options(
+            C, TOGETHER * STREAMED, TOGETHER, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, TURNS, FEATURES,
+            has_masked_tiles(FEATURES, False, False), CORRECTED, RAGGED,
+        ),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ before and after
+
+
+@gluon.jit(do_not_specialize_on_alignment=Integers._fields)
+def prepare_dual(
+    O, DO, TO, TDO, LSE, MU, D_LSE, TD_LSE, Q_LENGTHS,
+    HQ, LQ,
+    LSE2, MU_OUT, DELTA, T_DELTA, DQ, ROWS,
+    C: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, FEATURES: gl.constexpr,
+):  # fmt: skip
+    """Of two tiles of queries ℓ in base 2, μ, δ and δ̇, and zeros to add to.  Rows past the end of the queries see nothing."""
+    n = gl.cdiv(LQ, TILE)
+    i = gl.program_id(0)
+    i_bh = i // n
+    row = (i % n) * TILE
+    i_b, i_h = i_bh // HQ, i_bh % HQ
+    x_l: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    end = LQ
+    if FEATURES.query_lengths:
+        end = gl.minimum(LQ, gl.load(Q_LENGTHS + i_b))
+    x = ((i_b.to(gl.int64) * LQ + row) * HQ + i_h) * C
+    b_delta = row_products(O + x, DO + x, HQ * C, end - row, C, 0)
+    b_t_delta = row_products(O + x, TDO + x, HQ * C, end - row, C, 0)
+    b_t_delta += row_products(TO + x, DO + x, HQ * C, end - row, C, 0)
+    b_delta, b_t_delta = gl.convert_layout(b_delta, x_l), gl.convert_layout(b_t_delta, x_l)
+    o_x = gl.arange(0, TILE, layout=x_l)
+    m_x = row + o_x < end
+    x = i_bh.to(gl.int64) * LQ + row + o_x
+    b_lse = gl.load(LSE + x, mask=m_x, other=-float("inf"))
+    if HAS_D_LSE:
+        b_delta -= gl.load(D_LSE + x, mask=m_x, other=0.0)
+    if HAS_TD_LSE:
+        b_t_delta -= gl.load(TD_LSE + x, mask=m_x, other=0.0)
+    y = i.to(gl.int64) * TILE
+    gl.store(LSE2 + y + o_x, log2_sum_exp(b_lse))
+    gl.store(MU_OUT + y + o_x, gl.load(MU + x, mask=m_x, other=0.0))
+    gl.store(DELTA + y + o_x, b_delta)
+    gl.store(T_DELTA + y + o_x, b_t_delta)
+    zeros = gl.zeros([TILE], gl.float32, x_l)
+    gl.store(ROWS + 2 * y + o_x, zeros)
+    gl.store(ROWS + 2 * y + TILE + o_x, zeros)
+    store_zeros(DQ + y * (2 * COLUMNS), 2 * COLUMNS)
+
+
+@gluon.jit(do_not_specialize_on_alignment=Integers._fields)
+def scale_queries_dual(
+    SUMS, ROWS, LSE2, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON,
+    scale, HQ, GROUP, LQ,
+    D_Q, TD_Q,
+    C: gl.constexpr, TOGETHER: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, CORRECTED: gl.constexpr,
+    FEATURES: gl.constexpr,
+):  # fmt: skip
+    """dQ and ḋQ of two tiles of queries."""
+    n = gl.cdiv(LQ, TILE)
+    i = gl.program_id(0)
+    i_bh = i // n
+    row = (i % n) * TILE
+    i_b, i_h = i_bh // HQ, i_bh % HQ
+    i_k = i_h // GROUP
+    y = i.to(gl.int64) * TILE
+    x_l: gl.constexpr = gl.SliceLayout(1, product_layout(COLUMNS))
+    o_x = gl.arange(0, TILE, layout=x_l)
+    SUMS += y * (2 * COLUMNS)
+    T: gl.constexpr = TOGETHER * STREAMED
+    b_dq, b_tdq = (from_sums(SUMS, T),), (from_sums(SUMS + T * COLUMNS, T),)
+    if CORRECTED:
+        if gl.load(COMMON + i_b * (HQ // GROUP) + i_k):
+            lse2 = gl.expand_dims(gl.load(LSE2 + y + o_x), 1)
+            x = i_bh.to(gl.int64) * LQ + row + o_x
+            m_x = row + o_x < LQ
+            # of the tiles together sums of dS, then of ḋS
+            o_r = 2 * y + o_x // T * (2 * T) + o_x % T
+            excess = excess_of(gl.load(ROWS + o_r), lse2, D_LSE, x, m_x, HAS_D_LSE)
+            t_excess = excess_of(gl.load(ROWS + o_r + T), lse2, TD_LSE, x, m_x, HAS_TD_LSE)
+            ints = Integers(0, HQ, GROUP, LQ, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+            mean = mean_at(i_b, i_h, i_k, row, ints, C, FEATURES)
+            b_dq = without_mean(b_dq, excess, KEY_MEAN, mean, C, 0)
+            b_tdq = without_mean(b_tdq, excess, T_KEY_MEAN, mean, C, 0)
+            b_tdq = without_mean(b_tdq, t_excess, KEY_MEAN, mean, C, 0)
+    b_scale = gl.full([TILE], scale, gl.float32, x_l)
+    store_rows(D_Q, i_b, i_h, HQ, row, LQ, scaled(b_dq, b_scale), C)
+    store_rows(TD_Q, i_b, i_h, HQ, row, LQ, scaled(b_tdq, b_scale), C)
+
+
+@gluon.jit
+def from_sums(SUMS, T: gl.constexpr):
+    """[queries, channels] of two tiles, which were added up by so many queries."""
+    like = gl.zeros([COLUMNS, T], gl.float32, product_layout(T))
+    if T == TILE:
+        b_x = stored(SUMS, like).permute((1, 0))
+    else:
+        b_x = (
+            gl.join(stored(SUMS, like), stored(SUMS + 2 * T * COLUMNS, like))
+            .permute((2, 1, 0))
+            .reshape([TILE, COLUMNS])
+        )
+    return gl.convert_layout(b_x, product_layout(COLUMNS))
