@@ -56,6 +56,7 @@ class Features:
     deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
     late_dp: bool = False  # and its dP behind the softmax, not with the scores
     one_loop: bool = False  # tiles that need no mask go with the others
+    heads_in_turn: int = 0  # of which one block each begins, then the next of each; 0 where it matters to none
     makes_statistics: bool = False  # the query side makes those of its rows
 
     @property

@@ -219,6 +219,33 @@ def test_one_pass_compiles(monkeypatch, head_dim, kind):
         assert max(count("LDL", body) for body in loops) <= loads
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "kind"),
+    [
+        pytest.param(d, kind, marks=[pytest.mark.slow] * (kind != "whole"))
+        for d, kind in ((64, "whole"), (128, "causal-ragged"), (64, "window-lengths"))
+    ],
+)
+def test_one_pass_in_order_compiles(monkeypatch, head_dim, kind):
+    """What is added is waited for, and a fence comes before it is counted."""
+    monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
+    width = config.width_of(head_dim)
+    monkeypatch.setitem(config.ONE_PASS, width, config.ONE_PASS[width]._replace(ordered=True))
+    kernel, signature, constants, options = launches("one_pass", head_dim, f"long-{kind}")["one_pass"]
+    resources = compiled(kernel, signature, constants, capability=90, **options)
+    assert resources.warnings == ()
+    assert resources.fits(90)
+    assert resources.spill_stores <= 500
+    steps = ["cp.async.bulk.wait_group 0", "fence.acq_rel.gpu", "red.relaxed.gpu"]
+    places = [resources.ptx.index(step) for step in steps]
+    assert places == sorted(places)
+    sass = [*resources.sass.values()]
+    counted = next(i for i, text in enumerate(sass) if "REDG.E.ADD" in text)
+    before = sass[counted - 30 : counted]
+    fence = max(i for i, text in enumerate(before) if text.startswith("MEMBAR") and "GPU" in text)
+    assert any("DEPBAR.LE SB0, 0x0" in text for text in before[:fence])
+
+
 def test_unset_reads_are_found():
     text = """ULDC UR4, c[0x0][0x10]; @P0 BRA 0x40; UIADD3 UR5, UP0, UR4, 0x2, URZ; BRX R2 -0x30; {}; EXIT;
               R2UR UR7, R4; IMAD R3, R3, UR7, R4; EXIT;"""

@@ -836,20 +836,86 @@ def test_one_pass_broken_elsewhere_fails(monkeypatch, case, old, new):
         check_one_pass(ONE_PASS.get(case, ONE_PASS["D64"]), gluon_on_numpy.Launcher(old, new))
 
 
+IN_ORDER = {
+    "all-keys": dict(shape=(2, 130, 500, 2, 1, 64)),
+    "causal": dict(shape=(1, 500, 500, 2, 1, 128), is_causal=True),
+    "window": dict(shape=(1, 500, 700, 1, 1, 128), window=(150, 70)),
+    "left": dict(shape=(1, 700, 500, 1, 1, 128), window=(200, None)),
+    "window-lengths": dict(shape=(2, 400, 500, 2, 1, 64), window=(90, 200), key_lengths=lengths(410, 60)),
+    "queries-that-see-nothing": dict(shape=(1, 500, 270, 1, 1, 128), is_causal=True, lower_right=True),
+    "window-ahead": dict(shape=(1, 500, 700, 1, 1, 128), window=(-20, 290)),
+}
+
+
+@pytest.fixture
+def in_order(monkeypatch, in_one_pass):
+    for width, ring in config.ONE_PASS.items():
+        monkeypatch.setitem(config.ONE_PASS, width, ring._replace(ordered=True))
+
+
+def check_order(case, *change, late=False):
+    """Programs that run together, the last ones first, add in the order of their blocks."""
+    launcher = gluon_on_numpy.Launcher(*change, late=late, together="one_pass")
+    check_one_pass(IN_ORDER[case], launcher)
+    assert max(map(len, launcher.added.values())) > 1
+    for programs in launcher.added.values():
+        assert programs == sorted(programs), "out of order"
+
+
+@pytest.mark.usefixtures("in_order")
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "window")) for n in IN_ORDER])
+def test_one_pass_in_order(case, late):
+    check_order(case, late=late)
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.thorough
+def test_one_pass_in_no_order():
+    with pytest.raises(AssertionError, match="out of order"):
+        check_order("all-keys")
+
+
+@pytest.mark.usefixtures("in_order")
+@pytest.mark.parametrize(
+    ("case", "old", "new"),
+    [
+        ("all-keys", "await_count(COUNTS + of_tile, blocks_before(j, block, ints, options), seen)", "pass"),
+        ("all-keys", "cp.async.bulk.wait_group 0;", ""),
+        ("all-keys", "counted(COUNTS + of_tile, 0, ADDED)", "pass"),
+        ("all-keys", "gl.store(COUNTS + i, 0)", "pass"),
+        ("all-keys", "        seen = gl.full(", "        seen = seen if i_g else gl.full("),
+        ("window", "return block.i_block - first", "return block.i_block"),
+        ("left", "j * options.T - ints.left, 0)", "j * options.T - ints.left, 0) + options.T"),
+    ],
+    ids=["in-no-order", "counted-early", "not-counted", "no-zeros", "count-of-another-head", "too-many", "too-few"],
+)
+@pytest.mark.thorough
+def test_one_pass_out_of_order_fails(case, old, new):
+    with pytest.raises(AssertionError):
+        check_order(case, old, new)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("length", [1024, 2048])
-def test_when_the_backward_takes_one_pass(monkeypatch, length, deterministic):
-    """In long sequences, where all gradients are wanted and need not have the same bits on every run."""
+def test_when_the_backward_takes_one_pass(monkeypatch, length, deterministic, ordered):
+    """In long sequences, where all gradients are wanted, and have the same bits on every run or need not."""
+    monkeypatch.setitem(config.ONE_PASS, 64, config.ONE_PASS[64]._replace(ordered=ordered))
     monkeypatch.setattr(config, "ONE_PASS_FROM", {64: 2048})
     recorder = Recorder(90)
     o = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
+    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
     case = Problem(scale=0.1, implementation="hopper", deterministic=deterministic)
 
-    def kernels(*want):
+    def kernels(*want, x=x):
         recorder.launches.clear()
         jobs.backward(recorder, case, x, (o, statistic), (o, None), (*want, False))
         return {kernel.__name__ for kernel, *_ in recorder.launches}
 
-    assert ("one_pass" in kernels(True, True, True)) == (length == 2048 and not deterministic)
+    assert ("one_pass" in kernels(True, True, True)) == (length == 2048 and (ordered or not deterministic))
+    documents = x._replace(query_segments=segments, key_segments=segments)
+    listed = length == 2048 and not ordered and not deterministic
+    assert ("one_pass" in kernels(True, True, True, x=documents)) == listed
     assert "one_pass" not in kernels(False, True, True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
-from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE
+from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE, TOGETHER
 from jax_flash_jvp.kernels.launcher import Launcher
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
@@ -130,6 +130,12 @@ QUERY_SIDE = {
 }
 
 
+# Where dq is added in order, rows that a block streams times heads whose blocks begin in turn: those of a head, evenly spread
+# over 132 multiprocessors, are four tiles of 64 rows apart, and wait for each other's sums only if one is late.  Worked out,
+# not timed.
+IN_TURN = 32768
+
+
 class OnePass(NamedTuple):
     """How the backward in one pass streams: 64 queries at a time."""
 
@@ -140,6 +146,12 @@ class OnePass(NamedTuple):
     deferred: bool = False
     late_dp: bool = False
     slots: int = 2  # of q and of d_o, a power of two
+    ordered: bool = False  # is dq added in the order of blocks, so that its bits are the same on every run?
+
+    def heads_in_turn(self, rows: int) -> int:
+        """For blocks that stream so many rows.  Few values, as each is another kernel."""
+        heads = 1 << (IN_TURN // max(1, rows)).bit_length() >> 1
+        return max(TOGETHER.value, heads) if self.ordered else 0
 
 
 ONE_PASS = {

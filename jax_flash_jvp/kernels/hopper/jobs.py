@@ -13,7 +13,7 @@ from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper import one_pass as one_pass_kernels
 from jax_flash_jvp.kernels.hopper.config import GROUP, Ring
 from jax_flash_jvp.kernels.hopper.products import column_widths
-from jax_flash_jvp.kernels.hopper.programs import TOGETHER, fragment_size, reciprocal
+from jax_flash_jvp.kernels.hopper.programs import TOGETHER, fragment_size, heads_together, reciprocal
 from jax_flash_jvp.kernels.hopper.schedule import Schedule, Sweep
 from jax_flash_jvp.kernels.launcher import Blocks, InPlace, Launch, Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
@@ -154,9 +154,10 @@ def _forward(call: HopperCall, tx: Operands, saved=None):
 
 
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
-    if all(want[:3]) and not problem.deterministic:
+    if all(want[:3]):
         call = HopperCall(launcher, problem, x, one_pass_kernels.one_pass)
-        if call.sweep(by_key=True).in_one_pass:
+        sweep = call.sweep(by_key=True)
+        if sweep.in_one_pass and (sweep.same_bits or not problem.deterministic):
             return _in_one_pass(call, y, cy)
     return backward_dual(launcher, problem, x, y, cy, (NO_TANGENT, (None, None), (None, None)), want, (False,) * 4)[0]
 
@@ -176,8 +177,10 @@ def _in_one_pass(call: HopperCall, y, cy) -> Operands:
         Launch(
             one_pass_kernels.prepare, query_tiles,
             dict(O=o, DO=d_o, LSE=log_sum_exp, D_LSE=d_lse, Q_LENGTHS=x.query_lengths), sizes,
-            dict(LSE2=statistic, DELTA=statistic, ROWS=statistic, DQ=sums[0], DQ_R=sums[1] if len(sums) > 1 else None),
-            dict(C=d, HAS_D_LSE=d_lse is not None, FEATURES=call.features), config.WARPS, num_stages=1,
+            dict(
+                LSE2=statistic, DELTA=statistic, ROWS=statistic, DQ=sums[0], DQ_R=sums[1] if len(sums) > 1 else None,
+                COUNTS=Output((query_tiles,), "int32") if ring.ordered else None,
+            ), dict(C=d, HAS_D_LSE=d_lse is not None, ORDERED=ring.ordered, FEATURES=call.features), config.WARPS, num_stages=1,
         )
     )  # fmt: skip
     query_ring = call.sweep(by_key=False).ring(config.QUERY_SIDE[call.width, "plain"])
@@ -185,9 +188,14 @@ def _in_one_pass(call: HopperCall, y, cy) -> Operands:
     listed = call.features.tiles.present
     lists = call.portable.tiles(Tile(tile, rows, config.WARPS, 1), by_key=True) if listed else None
     blocks = triton.cdiv(call.key_length, rows) * sweep.heads
+    features = dataclasses.replace(
+        call.features, deferred=ring.deferred, late_dp=ring.late_dp, one_loop=sweep.one_loop,
+        heads_in_turn=ring.heads_in_turn(sweep.group * min(sweep.seen, call.query_length)),
+    )  # fmt: skip
+    together = heads_together(features) or 1
     divisors = dict(
-        of_blocks=blocks // sweep.heads, of_heads=sweep.heads // call.batch, of_together=TOGETHER.value,
-        of_rest=sweep.heads % TOGETHER.value or 1,
+        of_blocks=blocks // sweep.heads, of_heads=sweep.heads // call.batch, of_together=together,
+        of_rest=sweep.heads % together or 1,
     )  # fmt: skip
     of_tile = lambda name: Blocks(made[name], (tile,))
     sums_of = lambda name, width: InPlace(Blocks(made[name], (2 * width, 32)))
@@ -202,14 +210,12 @@ def _in_one_pass(call: HopperCall, y, cy) -> Operands:
             ), dict(call.scalars, n=blocks, **{name: reciprocal(n) for name, n in divisors.items()}),
             dict(
                 dq_d=sums_of("DQ", widths[0]), dq_r=sums_of("DQ_R", widths[-1]), rows_d=InPlace(of_tile("ROWS")),
-                DK=call.key_gradient, DV=call.key_gradient,
+                COUNTS=InPlace(made["COUNTS"]) if ring.ordered else None, DK=call.key_gradient, DV=call.key_gradient,
             ),
             dict(
                 C=d, SLOTS=ring.slots, KEPT=ring.kept, GROUPS=ring.groups, LAG=ring.lag, TURNS=ring.turns, **corrected,
                 RAGGED=call.features.key_lengths or call.key_length % rows > 0,
-                FEATURES=dataclasses.replace(
-                    call.features, deferred=ring.deferred, late_dp=ring.late_dp, one_loop=sweep.one_loop
-                ),
+                ORDERED=ring.ordered, FEATURES=features,
             ), config.WARPS, num_stages=1, registers=config.REGISTERS[ring.groups],
         )
     )  # fmt: skip

@@ -25,11 +25,12 @@ from jax_flash_jvp.kernels.hopper.ring import AGAIN, advance, barriers, give_bac
 from jax_flash_jvp.kernels.portable import scores
 
 aligned = gluon.jit(scores.aligned.fn)
-TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
+_TOGETHER = 8
+TOGETHER = gl.constexpr(_TOGETHER)  # heads whose streamed rows are to share the L2 cache
 
 # those of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not shared,
 # tiles of the others for each program, concurrent programs; reciprocals, for `divided`: of a head's blocks, a batch
-# entry's heads, a block's tiles, a program's shared tiles, TOGETHER and the heads that are left of them
+# entry's heads, a block's tiles, a program's shared tiles, `heads_together` and the heads that are left of them
 Integers = namedtuple(
     "Integers",
     "n HQ GROUP LQ LK left right n_whole shared_tiles concurrent "
@@ -58,16 +59,23 @@ def divided(i, n, reciprocal):
     return quotient, i - quotient * n
 
 
+@triton.constexpr_function
+def heads_together(features):
+    """Of how many heads the first blocks go before the second ones; 0: head after head."""
+    return features.heads_in_turn or (_TOGETHER if features.later_longer else 0)
+
+
 @gluon.jit
 def own_block(i, ints, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
     """(block, batch entry and head) of number i.  The longest blocks, first or last, of a few heads go before the shorter: head
     after head, the last ones would begin a long block when others are done."""
-    if FEATURES.later_longer:
-        first = divided(i, n_blocks, ints.of_blocks)[0] // TOGETHER * TOGETHER
+    HEADS: gl.constexpr = heads_together(FEATURES)
+    if HEADS > 0:
+        first = divided(i, n_blocks, ints.of_blocks)[0] // HEADS * HEADS
         left = divided(ints.n, n_blocks, ints.of_blocks)[0] - first
-        few = left < TOGETHER
+        few = left < HEADS
         block, i_head = divided(
-            i - first * n_blocks, gl.where(few, left, TOGETHER), gl.where(few, ints.of_rest, ints.of_together)
+            i - first * n_blocks, gl.where(few, left, HEADS), gl.where(few, ints.of_rest, ints.of_together)
         )
         if FROM_END:
             block = n_blocks - 1 - block

@@ -69,9 +69,17 @@ class Sweep:
 
     @property
     def in_one_pass(self) -> bool:
-        """Is the backward to go once over the scores?  If so, this is the sweep, by key."""
+        """Is the backward to go once over the scores?  If so, this is the sweep, by key.  Of lists, nobody knows how many
+        blocks before another visit a tile."""
         least = config.ONE_PASS_FROM.get(config.width_of(self.head_dim))
-        return least is not None and min(self.resident, self.seen) >= least
+        if least is None or (self.features.tiles.present and self.same_bits):
+            return False
+        return min(self.resident, self.seen) >= least
+
+    @property
+    def same_bits(self) -> bool:
+        """On every run, in one pass?"""
+        return config.ONE_PASS[config.width_of(self.head_dim)].ordered
 
     def blocks(self, ring: Ring) -> int:
         return triton.cdiv(self.resident, GROUP * ring.height) * self.heads
