@@ -56,6 +56,7 @@ class Features:
     deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
     late_dp: bool = False  # and its dP behind the softmax, not with the scores
     one_loop: bool = False  # tiles that need no mask go with the others
+    heads_in_turn: bool = False  # one block of each of a few heads begins, then the next of each
     makes_statistics: bool = False  # the query side makes those of its rows
 
     @property

@@ -13,6 +13,7 @@ import pytest
 import offset_data
 import oracle
 from families import FAMILIES, hopper
+from in_one_pass import take_one_pass
 from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.launch import JaxTriton
 
@@ -284,9 +285,7 @@ def test_same_bits_every_time(shape):
 @pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
 def test_one_pass(monkeypatch, head_dim):
     """Of the backward, which calls as short as these do not take by themselves."""
-    from jax_flash_jvp.kernels.hopper import config
-
-    monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
+    take_one_pass(monkeypatch)
     causal = head_dim > 72
     x, _, (g, _) = jax.tree.map(
         lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands((2, 700, 600, 4, 2, head_dim, causal))
@@ -307,7 +306,7 @@ def test_one_pass_dual(monkeypatch, ring, causal):
     """Of the gradient through forward and tangent, likewise."""
     from jax_flash_jvp.kernels.hopper import config
 
-    monkeypatch.setattr(config, "ONE_PASS_DUAL_FROM", dict.fromkeys(config.ONE_PASS_DUAL, 0))
+    take_one_pass(monkeypatch)
     monkeypatch.setitem(config.ONE_PASS_DUAL, 64, config.ONE_PASS_DUAL[64]._replace(**ring))
     x, tx, (g, tg) = jax.tree.map(
         lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands((2, 700, 600, 4, 2, 64, causal))

@@ -4,7 +4,8 @@ Barriers, tile copies and products mean what they mean on the GPU, but for time.
 coroutines, which go on as far as they can.  By default the last of them, the producer, goes on at once when something becomes
 free, and its copies arrive at once; `late`, they arrive when they are waited for.  A product is computed when it is waited
 for.  So it shows when a tile is given back too early, a result is read too early, or a wait is in vain.  Layouts are not
-looked at, and programs run one after the other.
+looked at, and programs run one after the other, but
+for those of a kernel that runs `together`, all at once, the last ones first wherever they may.
 """
 
 import collections
@@ -110,20 +111,26 @@ class Shared:
 class Coroutines:
     """Threads of which one runs at a time, and says who is next."""
 
-    def __init__(self, partitions):
+    def __init__(self, programs):
+        """Of numbers of programs, and their partitions."""
         self.changed, self.error = threading.Condition(), None
-        self.ready = collections.deque(range(len(partitions)))
+        partitions = [p for _, all_of_one in programs for p in all_of_one]
+        self.program = [number for number, all_of_one in programs for _ in all_of_one]
+        self.last = [max(i for i, n in enumerate(self.program) if n == number) for number in self.program]
+        self.ready, self.watching = collections.deque(range(len(partitions))), []
         self.alive, self.running = len(partitions), None
         self.threads = [threading.Thread(target=self.run, args=(i, *p), daemon=True) for i, p in enumerate(partitions)]
 
     def run(self, me, function, arguments):
-        here.me, here.coroutines, here.pending, here.copies, here.additions = me, self, [], [], []
+        here.me, here.coroutines, here.program = me, self, self.program[me]
+        here.pending, here.copies, here.additions, here.unseen = [], [], [], []
         try:
             self.resume()
             with np.errstate(all="ignore"):
                 function(*arguments)
             assert not here.pending, "products that nobody waited for"
             assert not here.additions, "additions that nobody waited for"
+            complete()
         except BaseException as error:
             self.error = self.error or error
         self.alive -= 1
@@ -172,7 +179,7 @@ class Barrier:
         if not self.missing and not self.bytes:
             self.phase, self.missing = self.phase + 1, self.count
             woken, self.waiting = self.waiting, []
-            producer = len(here.coroutines.threads) - 1 if woken else None
+            producer = here.coroutines.last[here.me] if woken else None
             if producer in woken and not place.late:
                 here.coroutines.ready.extendleft([here.me, producer])
                 here.coroutines.hand_over()
@@ -224,19 +231,51 @@ class Descriptor:
             arrive()
 
     def add(self, at, source):
-        """What is in the source when somebody waits until it has been read."""
-        there = self.there(at)
+        """What is in the source when somebody waits until it has been read; it is there when somebody waits for that, or at
+        the end."""
+        there, where = self.there(at), (id(self.array), *map(int, at))
         assert there.shape == source.array.shape
 
-        def finish():
-            there[...] += source.array
+        def read():
+            value = source.array.copy()
 
-        here.additions.append(finish)
+            def finish():
+                there[...] += value
+                place.added.setdefault(where, []).append(here.program)
+
+            here.unseen.append(finish)
+
+        here.additions.append(read)
 
 
 def store_wait(count):
     while len(here.additions) > count:
         here.additions.pop(0)()
+
+
+def complete():
+    store_wait(0)
+    while here.unseen:
+        here.unseen.pop(0)()
+
+
+def count_of_blocks(text, count, number, seen=None):
+    """How many have added, for some to wait for: `one_pass.py`."""
+    if "red." in text:
+        if "wait_group 0" in text:
+            complete()
+        assert not here.additions + here.unseen, "what is not there yet is counted"
+        store(count, load(count) + 1)
+        here.coroutines.ready.extend(here.coroutines.watching)
+        here.coroutines.watching = []
+    elif seen is not None and (seen < number).any():
+        while (load(count) < number).any():
+            here.coroutines.watching.append(here.me)
+            here.coroutines.hand_over()
+            here.coroutines.resume()
+    if seen is not None:
+        assert (load(count) == number).all(), "another number of blocks has added"
+    return load(count)
 
 
 def copy_async(target, pointer, mask):
@@ -279,7 +318,10 @@ def warpgroup_mma_wait(count, deps):
 
 def warp_specialize(partitions, workers, registers):
     assert len(partitions) == len(workers) + 1 == len(registers) + 1
-    Coroutines(partitions).finish()
+    if place.gathered is None:
+        Coroutines([(place.program, partitions)]).finish()
+    else:
+        place.gathered.append((place.program, partitions))
 
 
 def reduced(function):
@@ -303,6 +345,8 @@ def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
         return block((high << 16 | low).view(np.int32))
     if "mov.b32 {" in text:
         return block((args[0] >> (0 if "{$0" in text else 16)).astype(np.uint16).view(np.int16))
+    if "global.u32" in text or "red.relaxed" in text:
+        return count_of_blocks(text, *args)
     flags, *numbers = args
     if numbers:  # of a counter, with its flag in front, both as floats
         if "atom" in text:
@@ -324,7 +368,7 @@ def static_assert(condition, message=""):
     assert condition, message
 
 
-place = types.SimpleNamespace(program=0, programs=1, late=False)
+place = types.SimpleNamespace(program=0, programs=1, late=False, gathered=None, added=None)
 
 
 def allocate(dtype, shape, layout):
@@ -339,11 +383,11 @@ vars(language).update(
     float32=np.dtype(np.float32), int16=np.dtype(np.int16), int32=np.dtype(np.int32), int64=np.dtype(np.int64),
     int8=np.dtype(np.int8), bfloat16=np.dtype(jnp.bfloat16), inline_asm_elementwise=inline_asm_elementwise,
     broadcast=np.broadcast_arrays, join=lambda a, b: np.stack([a, b], -1).view(Block),
-    program_id=lambda axis: block(place.program), num_programs=lambda axis: block(place.programs),
+    program_id=lambda axis: block(getattr(here, "program", place.program)), num_programs=lambda axis: block(place.programs),
     cdiv=lambda a, b: -(-a // b), allocate_shared_memory=allocate,
     load=load, store=store, expand_dims=lambda a, axis: np.expand_dims(a, axis).view(Block),
     arange=lambda start, end, layout=None: block(np.arange(start, end)),
-    zeros=lambda shape, dtype, layout=None: block(np.zeros(shape, dtype)),
+    zeros=lambda shape, dtype, layout=None: block(np.zeros(shape, dtype)), zeros_like=lambda a: block(np.zeros_like(a)),
     full=lambda shape, value, dtype, layout=None: block(np.full(shape, value, dtype)),
     where=elementwise(np.where), maximum=elementwise(np.maximum), minimum=elementwise(np.minimum), abs=elementwise(np.abs),
     exp2=elementwise(lambda a: np.exp2(a, dtype=np.float32)), log2=elementwise(lambda a: np.log2(a, dtype=np.float32)),
@@ -419,9 +463,11 @@ class Launcher:
 
     target, descriptors = 90, True
 
-    def __init__(self, *change, late=False, multiprocessors=2):
+    def __init__(self, *change, late=False, multiprocessors=2, together=None):
         self.modules, self.late, self.multiprocessors = emulated(*change), late, multiprocessors
         self.launched = set()  # names and features of kernels, and so many programs
+        self.together = together  # the name of a kernel
+        self.added = {}  # by place, the programs that have had TMA add there
 
     def strides(self, array):
         return tuple(s // array.itemsize for s in array.strides)
@@ -453,10 +499,14 @@ class Launcher:
         given |= {name: block(s) if isinstance(s, int) else np.float32(s) for name, s in launch.scalars.items()}
         written = {name: a.of if isinstance(a, InPlace) else a for name, a in launch.written(results).items()}
         given |= {name: described(a) if isinstance(a, DESCRIBED) else Pointer(a) for name, a in written.items()}
-        place.late, place.programs = self.late, grid
+        place.late, place.programs, place.added = self.late, grid, self.added
+        together = kernel.fn.__name__ == self.together
+        place.gathered = [] if together else None
         with np.errstate(all="ignore"):
-            for place.program in range(grid):
+            for place.program in reversed(range(grid)) if together else range(grid):
                 function(**given, **constants)
+            if together:
+                Coroutines(place.gathered).finish()
         if constants.get("FEATURES", Features()).dynamic:
             assert named["EXCHANGE"][0] == 0, "a counter has not ended"
         return named

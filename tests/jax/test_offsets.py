@@ -15,6 +15,7 @@ import pytest
 
 import gluon_on_numpy
 import oracle
+from in_one_pass import take_one_pass
 from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.portable import backward, means
@@ -317,10 +318,7 @@ def test_broken_hopper_kernels_fail(mutant, name):
 
 @pytest.fixture
 def in_one_pass(monkeypatch):
-    from jax_flash_jvp.kernels.hopper import config
-
-    monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
-    monkeypatch.setattr(config, "ONE_PASS_DUAL_FROM", dict.fromkeys(config.ONE_PASS_DUAL, 0))
+    take_one_pass(monkeypatch)
 
 
 @pytest.mark.usefixtures("in_one_pass")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from compiled import Recorder, compiled
+from in_one_pass import take_one_pass
 from jax_flash_jvp.kernels import jobs as every
 from jax_flash_jvp.kernels.hopper import config, jobs
 from jax_flash_jvp.problem import Operands, Problem
@@ -66,7 +67,12 @@ def launches(job, head_dim, kind):
     array = lambda heads: shape(batch, length, heads, head_dim, dtype="bfloat16")
     o, statistic = array(8), shape(batch, 8, length, dtype="float32")
     x = Operands(o, array(4), array(4))
-    problem = Problem(scale=0.125, is_causal=kind == "causal-ragged", implementation="hopper")
+    problem = Problem(
+        scale=0.125,
+        is_causal=kind == "causal-ragged",
+        implementation="hopper",
+        deterministic=job == "one_pass_in_order",
+    )
     if kind == "window-lengths":
         problem = dataclasses.replace(problem, window=(length // 2 if long else 100, 10))
         x = x._replace(query_lengths=shape(batch), key_lengths=shape(batch))
@@ -95,7 +101,7 @@ def launches(job, head_dim, kind):
         "query_side_dual": lambda: dual(QUERY, QUERY),
         "key_side_tangent": lambda: dual(NOTHING, both),
         "query_side_tangent": lambda: dual(NOTHING, QUERY),
-        "one_pass": lambda: backward((True, True, True)),
+        **dict.fromkeys(("one_pass", "one_pass_in_order"), lambda: backward((True, True, True))),
         "one_pass_dual": lambda: dual((True, True, True), (True, True, True)),
     }[job]()
     return {kernel.__name__: (kernel, *rest) for kernel, *rest in recorder.launches}
@@ -196,7 +202,7 @@ def test_compiles_without_serialised_products(job, head_dim, kind):
 )
 def test_one_pass_compiles(monkeypatch, head_dim, kind):
     """Next to nothing is stored to memory of a thread's own within the loop."""
-    monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
+    take_one_pass(monkeypatch)
     kernels = launches("one_pass", head_dim, f"long-{kind}")
     assert {"prepare", "one_pass", "scale_queries"} <= kernels.keys()
     for name in ("prepare", "one_pass", "scale_queries"):
@@ -232,7 +238,7 @@ DUAL_RINGS = {"of-two": {}, "of-one": dict(together=1, lag=2, kept=4)}
 )
 def test_one_pass_dual_compiles(monkeypatch, kind, ring):
     """Next to nothing is stored to memory of a thread's own within the loop."""
-    monkeypatch.setattr(config, "ONE_PASS_DUAL_FROM", dict.fromkeys(config.ONE_PASS_DUAL, 0))
+    take_one_pass(monkeypatch)
     monkeypatch.setitem(config.ONE_PASS_DUAL, 64, config.ONE_PASS_DUAL[64]._replace(**DUAL_RINGS[ring]))
     kernels = launches("one_pass_dual", 64, f"long-{kind}")
     for name in ("prepare_dual", "one_pass_dual", "scale_queries_dual"):
@@ -254,6 +260,31 @@ def test_one_pass_dual_compiles(monkeypatch, kind, ring):
         stores, loads = (30, 56) if ring == "of-two" else (5, 30)
         assert max(count("STL", body) for body in loops) <= stores
         assert max(count("LDL", body) for body in loops) <= loads
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kind"),
+    [
+        pytest.param(d, kind, marks=[pytest.mark.slow] * (kind != "whole"))
+        for d, kind in ((64, "whole"), (128, "causal-ragged"), (64, "window-lengths"))
+    ],
+)
+def test_one_pass_in_order_compiles(monkeypatch, head_dim, kind):
+    """What is added is waited for, and a fence comes before it is counted."""
+    take_one_pass(monkeypatch)
+    kernel, signature, constants, options = launches("one_pass_in_order", head_dim, f"long-{kind}")["one_pass"]
+    resources = compiled(kernel, signature, constants, capability=90, **options)
+    assert resources.warnings == ()
+    assert resources.fits(90)
+    assert resources.spill_stores <= 500
+    steps = ["cp.async.bulk.wait_group 0", "fence.acq_rel.gpu", "red.relaxed.gpu"]
+    places = [resources.ptx.index(step) for step in steps]
+    assert places == sorted(places)
+    sass = [*resources.sass.values()]
+    counted = next(i for i, text in enumerate(sass) if "REDG.E.ADD" in text)
+    before = sass[counted - 30 : counted]
+    fence = max(i for i, text in enumerate(before) if text.startswith("MEMBAR") and "GPU" in text)
+    assert any("DEPBAR.LE SB0, 0x0" in text for text in before[:fence])
 
 
 def test_unset_reads_are_found():

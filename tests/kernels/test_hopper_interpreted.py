@@ -13,6 +13,7 @@ import pytest
 import gluon_on_numpy
 import oracle
 from compiled import Recorder
+from in_one_pass import take_one_pass
 from jax_flash_jvp import reference
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.features import Features
@@ -739,7 +740,7 @@ def test_growing_scores_not_rescaled_fail(sums):
 
 @pytest.fixture
 def in_one_pass(monkeypatch):
-    monkeypatch.setattr(config, "ONE_PASS_FROM", dict.fromkeys(config.ONE_PASS, 0))
+    take_one_pass(monkeypatch)
 
 
 ONE_PASS = {
@@ -757,7 +758,7 @@ ONE_PASS = {
 
 
 OTHER_RINGS = {
-    "turns": dict(turns=True), "deferred": dict(deferred=True), "early": dict(late_dp=False), "lag-1": dict(lag=1, kept=2),
+    "turns": dict(turns=True), "deferred": dict(deferred=True), "early": dict(late_dp=False), "lag-2": dict(lag=2, kept=4),
 }  # fmt: skip
 
 
@@ -779,7 +780,7 @@ def test_one_pass(case, late):
 
 
 @pytest.mark.usefixtures("in_one_pass")
-@pytest.mark.parametrize("ring", ["turns", "deferred", "early", "lag-1"])
+@pytest.mark.parametrize("ring", ["turns", "deferred", "early", "lag-2"])
 @pytest.mark.thorough
 def test_one_pass_in_other_ways(monkeypatch, ring):
     monkeypatch.setitem(config.ONE_PASS, 64, config.ONE_PASS[64]._replace(**OTHER_RINGS[ring]))
@@ -794,7 +795,6 @@ ONE_PASS_MUTANTS = {  # and whether it takes late copies to notice
     ),
     "added-before-it-is-there": ("wait(memory.dq_full, at(i, 1))", "pass", False),
     "not-waited-for": ("tma.store_wait(0)  # until it is read", "pass", False),
-    "overwritten": ("mbarrier.wait(memory.dq_empty.index(w), odd)", "pass", False),
     "given-to-the-wrong-warpgroup": ("memory.dq_empty.index(i % options.GROUPS)", "memory.dq_empty.index(0)", False),
     "of-another-tile": ("[of_tile * (2 * width(C, PART)), 0]", "[0, 0]", False),
     "dS-not-waited-for": ("wait(memory.ds_full, use)", "pass", False),
@@ -823,7 +823,8 @@ def test_one_pass_broken_fails(old, new, late):
     ("case", "old", "new"),
     [
         ("D96-lengths", "clean(matrix(memory.k, w), 0, n)", "pass"),
-        ("lag-1", "wait_empty(memory.ds_empty, kept)", "pass"),
+        ("lag-2", "mbarrier.wait(memory.dq_empty.index(w), odd)", "pass"),
+        ("D64", "wait_empty(memory.ds_empty, kept)", "pass"),
         ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)", "pass"),
         ("deferred", "options.SLOTS - 1, options.SLOTS)", "options.SLOTS, options.SLOTS)"),
     ],
@@ -850,23 +851,83 @@ def test_programs_of_a_ring_end_while_others_wait(is_causal):
         assert (features.persistent or features.dynamic or features.shared) == (not partial)
 
 
+IN_ORDER = {
+    "all-keys": dict(shape=(2, 130, 500, 2, 1, 64)),
+    "causal": dict(shape=(1, 500, 500, 2, 1, 128), is_causal=True),
+    "window": dict(shape=(1, 500, 700, 1, 1, 128), window=(150, 70)),
+    "left": dict(shape=(1, 700, 500, 1, 1, 128), window=(200, None)),
+    "window-lengths": dict(shape=(2, 400, 500, 2, 1, 64), window=(90, 200), key_lengths=lengths(410, 60)),
+    "queries-that-see-nothing": dict(shape=(1, 500, 270, 1, 1, 128), is_causal=True, lower_right=True),
+    "window-ahead": dict(shape=(1, 500, 700, 1, 1, 128), window=(-20, 290)),
+}
+
+
+def check_order(case, *change, late=False, deterministic=True):
+    """Programs that run together, the last ones first, add in the order of their blocks."""
+    launcher = gluon_on_numpy.Launcher(*change, late=late, together="one_pass")
+    check_one_pass(dict(IN_ORDER[case], deterministic=deterministic), launcher)
+    assert max(map(len, launcher.added.values())) > 1
+    for programs in launcher.added.values():
+        assert programs == sorted(programs), "out of order"
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "window")) for n in IN_ORDER])
+def test_one_pass_in_order(case, late):
+    check_order(case, late=late)
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.thorough
+def test_one_pass_in_no_order():
+    with pytest.raises(AssertionError, match="out of order"):
+        check_order("all-keys", deterministic=False)
+
+
+@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.parametrize(
+    ("case", "old", "new"),
+    [
+        ("all-keys", "await_count(COUNTS + of_tile, blocks_before(j, block, ints, options), seen)", "pass"),
+        ("all-keys", "cp.async.bulk.wait_group 0;", ""),
+        ("all-keys", "counted(COUNTS + of_tile, 0, ADDED)", "pass"),
+        ("all-keys", "gl.store(COUNTS + i, 0)", "pass"),
+        ("all-keys", "        seen = gl.full(", "        seen = seen if i_g else gl.full("),
+        ("window", "return block.i_block - first", "return block.i_block"),
+        ("left", "j * options.T - ints.left, 0)", "j * options.T - ints.left, 0) + options.T"),
+    ],
+    ids=["in-no-order", "counted-early", "not-counted", "no-zeros", "count-of-another-head", "too-many", "too-few"],
+)
+@pytest.mark.thorough
+def test_one_pass_out_of_order_fails(case, old, new):
+    with pytest.raises(AssertionError):
+        check_order(case, old, new)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("length", "heads"), [(1024, 24), (2048, 24), (2048, 14)])
 def test_when_the_backward_takes_one_pass(monkeypatch, length, heads, deterministic):
-    """In long sequences that fill the GPU, where all gradients are wanted and need not have the same bits on every run."""
+    """In long sequences that fill the GPU, where all gradients are wanted; for the same bits on every run if all keys are seen."""
     monkeypatch.setattr(config, "ONE_PASS_FROM", {64: 2048})
+    monkeypatch.setattr(config, "ONE_PASS_ORDERED_FROM", {(64, True): 2048})
     recorder = Recorder(90)
     o = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, heads, length), jnp.float32)
-    case = Problem(scale=0.1, implementation="hopper", deterministic=deterministic)
+    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
-    def kernels(*want):
+    def in_one_pass(*want, x=x, **features):
         recorder.launches.clear()
+        case = Problem(scale=0.1, implementation="hopper", deterministic=deterministic, **features)
         jobs.backward(recorder, case, x, (o, statistic), (o, None), (*want, False))
-        return {kernel.__name__ for kernel, *_ in recorder.launches}
+        return "one_pass" in {kernel.__name__ for kernel, *_ in recorder.launches}
 
-    assert ("one_pass" in kernels(True, True, True)) == ((length, heads) == (2048, 24) and not deterministic)
-    assert "one_pass" not in kernels(False, True, True)
+    long = (length, heads) == (2048, 24)
+    assert in_one_pass(True, True, True) == long
+    assert in_one_pass(True, True, True, is_causal=True) == (long and not deterministic)
+    documents = x._replace(query_segments=segments, key_segments=segments)
+    assert in_one_pass(True, True, True, x=documents) == (long and not deterministic)
+    assert not in_one_pass(False, True, True)
 
 
 # ------------------------------------------------------------------------------------------------ the dual backward in one pass

@@ -165,9 +165,9 @@ def _forward(call: HopperCall, tx: Operands, saved=None):
 
 
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
-    if all(want[:3]) and not problem.deterministic:
+    if all(want[:3]):
         call = HopperCall(launcher, problem, x, one_pass_kernels.one_pass)
-        if call.sweep(by_key=True).in_one_pass(dual=False):
+        if call.sweep(by_key=True).in_one_pass(dual=False, ordered=problem.deterministic):
             return _in_one_pass(call, y, cy)
     return backward_dual(launcher, problem, x, y, cy, (NO_TANGENT, (None, None), (None, None)), want, (False,) * 4)[0]
 
@@ -175,7 +175,7 @@ def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> 
 def _in_one_pass(call: HopperCall, y, cy) -> Operands:
     """The gradients of q, k and v."""
     x, (o, log_sum_exp), (d_o, d_lse), d = call.x, y, cy, call.head_dim
-    sweep, ring = call.sweep(by_key=True), config.ONE_PASS[call.width]
+    sweep, ring, ordered = call.sweep(by_key=True), config.ONE_PASS[call.width], call.problem.deterministic
     if call.features.tiles.present:  # blocks of which there are lists have a power of two of rows
         ring = ring._replace(groups=2)
     tile, rows, widths = one_pass_kernels.TILE.value, GROUP * ring.groups, column_widths(d)
@@ -187,8 +187,10 @@ def _in_one_pass(call: HopperCall, y, cy) -> Operands:
         Launch(
             one_pass_kernels.prepare, query_tiles,
             dict(O=o, DO=d_o, LSE=log_sum_exp, D_LSE=d_lse, Q_LENGTHS=x.query_lengths), sizes,
-            dict(LSE2=statistic, DELTA=statistic, ROWS=statistic, DQ=sums[0], DQ_R=sums[1] if len(sums) > 1 else None),
-            dict(C=d, HAS_D_LSE=d_lse is not None, FEATURES=call.features), config.WARPS, num_stages=1,
+            dict(
+                LSE2=statistic, DELTA=statistic, ROWS=statistic, DQ=sums[0], DQ_R=sums[1] if len(sums) > 1 else None,
+                COUNTS=Output((query_tiles,), "int32") if ordered else None,
+            ), dict(C=d, HAS_D_LSE=d_lse is not None, ORDERED=ordered, FEATURES=call.features), config.WARPS, num_stages=1,
         )
     )  # fmt: skip
     query_ring = call.sweep(by_key=False).ring(config.QUERY_SIDE[call.width, "plain"])
@@ -209,13 +211,13 @@ def _in_one_pass(call: HopperCall, y, cy) -> Operands:
             ), dict(call.scalars, **numbers),
             dict(
                 dq_d=sums_of("DQ", widths[0]), dq_r=sums_of("DQ_R", widths[-1]), rows_d=InPlace(of_tile("ROWS")),
-                DK=call.key_gradient, DV=call.key_gradient,
+                COUNTS=InPlace(made["COUNTS"]) if ordered else None, DK=call.key_gradient, DV=call.key_gradient,
             ),
             dict(
                 C=d, SLOTS=ring.slots, KEPT=ring.kept, GROUPS=ring.groups, LAG=ring.lag, TURNS=ring.turns, **corrected,
-                RAGGED=call.features.key_lengths or call.key_length % rows > 0,
+                RAGGED=call.features.key_lengths or call.key_length % rows > 0, ORDERED=ordered,
                 FEATURES=dataclasses.replace(
-                    call.features, deferred=ring.deferred, late_dp=ring.late_dp, one_loop=sweep.one_loop
+                    call.features, deferred=ring.deferred, late_dp=ring.late_dp, one_loop=sweep.one_loop, heads_in_turn=ordered
                 ),
             ), config.WARPS, num_stages=1, registers=config.REGISTERS[ring.groups],
         )
@@ -321,9 +323,9 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     tx, ty, tcy = tangents
     (o, log_sum_exp), (d_o, d_lse), (t_o, mu), (t_d_o, t_d_lse) = y, cy, ty, tcy
     given = (*tx[:3], t_d_o)
-    if all((*want[:3], *want_tangent[:3])) and all(a is not None for a in given) and not problem.deterministic:
+    if all((*want[:3], *want_tangent[:3])) and all(a is not None for a in given):
         call = HopperCall(launcher, problem, x, dual_kernels.one_pass_dual)
-        if call.sweep(by_key=True).in_one_pass(dual=True):
+        if call.sweep(by_key=True).in_one_pass(dual=True, ordered=problem.deterministic):
             return _dual_in_one_pass(call, y, cy, tangents)
     dual, want, want_tangent = any(want_tangent), Operands(*want), Operands(*want_tangent)
     call = HopperCall(launcher, problem, x, backward_kernels.backward, lists_counted=not dual)

@@ -6,8 +6,9 @@ A block is 64 keys for each of the GROUPS consumer warpgroups, and streams q and
 
 dq of a tile is a sum over all keys, of which a block has some: dS goes through shared memory, where a warpgroup, each in turn
 for a tile, multiplies that of all of them with the keys, LAG tiles behind, so that it waits for nobody.  A warp of its own has
-TMA add the outcome to an accumulator in memory, in float32 and in the order of registers (`by_thread`), whoever comes first: the
-bits of dQ are not the same on every run.  `prepare` makes the row statistics and zeros, `scale_queries` dQ of the sums.
+TMA add the outcome to an accumulator in memory, in float32 and in the order of registers (`by_thread`), whoever comes first, so
+that the bits of dQ are not the same on every run, or ORDERED, see below.  `prepare` makes the row statistics and zeros,
+`scale_queries` dQ of the sums.
 
 By how much rows of dS exceed what they should sum to, as they are multiplied, times a mean key is taken off dQ in heads whose
 keys have much in common (README.md, "Rounding"): the sums are a product of dSᵀ with ones, added up beside dq.
@@ -45,7 +46,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     without_mean,
     zeroed,
 )
-from jax_flash_jvp.kernels.hopper.programs import Integers, aligned, by_thread, stored
+from jax_flash_jvp.kernels.hopper.programs import Integers, aligned, by_thread, counted, stored
 from jax_flash_jvp.kernels.hopper.ring import (
     Cursor,
     add_async,
@@ -75,7 +76,9 @@ ONES = gl.constexpr(16)  # columns of the narrowest tile that a product reads
 TILE = gl.constexpr(64)  # queries, whose dq one warpgroup makes
 ODD, COMMON_KEYS = gl.constexpr(16), gl.constexpr(32)  # see `make_dq_in_turn`
 # constants: SLOTS of q and of d_o, KEPT tiles of dS; ROW and HEIGHT are for `own`
-Options = namedtuple("Options", "C T SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS FEATURES HAS_MASKED CORRECTED RAGGED")
+Options = namedtuple(
+    "Options", "C T SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS FEATURES HAS_MASKED CORRECTED RAGGED ORDERED"
+)
 # descriptors; of q, k, v, d_o and dq those of the parts of their columns
 Arrays = namedtuple("Arrays", "q k v do lse2 delta dq rows")
 # shared, and the barriers of each
@@ -109,6 +112,8 @@ def tile_range(visits, options):
     n = visits.plain_end + visits.masked_end
     if options.FEATURES.tiles.present:
         return 0, n
+    elif options.ORDERED:  # the last first: negative numbers
+        return 1 - visits.start - n, 1 - visits.start
     else:
         return visits.start, visits.start + n
 
@@ -117,6 +122,8 @@ def tile_range(visits, options):
 def tile_of(t, visits, options):
     if options.FEATURES.tiles.present:
         return gl.load(visits.start + t)
+    elif options.ORDERED:
+        return -t
     else:
         return t
 
@@ -126,7 +133,56 @@ def is_masked(t, visits, options):
     if options.FEATURES.tiles.present:
         return t >= visits.plain_end
     else:
-        return (t < visits.first) | (t >= visits.end)
+        j = tile_of(t, visits, options)
+        return (j < visits.first) | (j >= visits.end)
+
+
+# ------------------------------------------------------------------------------------------------ the order of sums
+
+# ORDERED, blocks add to a tile in the order of their keys, and dQ has the same bits on every run.  A counter for each tile says
+# how many have; a block waits for those before it that visit the tile.  Their programs have smaller numbers (`own_block`) and
+# have begun, so that the first of all that run waits for nobody.  Blocks visit the last tile first, since of the blocks that
+# visit a tile, then, those of the first keys come there first: under causality all begin with the same tile, within windows
+# each next one some tiles farther on.  Blocks that begin together differ in their heads as far as they may
+# (`Features.heads_in_turn`), so that few wait for each other from the start.
+
+# PTX of one warp.  LOOK: how many have added, for later; it is the fence of ADDED, which comes next, that orders what follows
+# behind it.  AWAIT: until $2 have, of whom $3 had before.  ADDED: what the warp has had added is there, for all to see.
+LOOK = gl.constexpr("ld.relaxed.gpu.global.u32 $0, [$1];")
+AWAIT = gl.constexpr("""{
+.reg .pred absent;
+mov.b32 $0, $3;
+bra ASK;
+AGAIN:
+ld.acquire.gpu.global.u32 $0, [$1];
+ASK:
+setp.lt.s32 absent, $0, $2;
+vote.sync.any.pred absent, absent, -1;
+@absent bra AGAIN;
+fence.proxy.async.global;
+}""")
+ADDED = gl.constexpr("""{
+.reg .pred first;
+.reg .b32 lane;
+cp.async.bulk.wait_group 0;
+fence.proxy.async.global;
+bar.warp.sync -1;
+fence.acq_rel.gpu;
+mov.u32 lane, %laneid;
+setp.eq.u32 first, lane, 0;
+@first red.relaxed.gpu.global.add.u32 [$1], 1;
+mov.b32 $0, 0;
+}""")
+
+
+@gluon.jit
+def blocks_before(j, block, ints, options):
+    """How many blocks of keys before this one visit the j-th tile, which this one does: where ends of blocks grow with their
+    numbers, all but the first ones, which see no queries as late."""
+    first = 0
+    if options.FEATURES.left:
+        first = gl.maximum(j * options.T - ints.left, 0) // (options.GROUPS * GROUP_ROWS)
+    return block.i_block - first
 
 
 # ------------------------------------------------------------------------------------------------ the warps that load and add
@@ -178,10 +234,19 @@ def load_streamed(descs, desc, place, use, buffers, statistics, full, empty):
 
 
 @gluon.jit
-def add(arrays, memory, COMMON, ints, selection, options):
+def await_count(COUNT, number, seen):
+    number = number + gl.zeros_like(seen)
+    gl.inline_asm_elementwise(
+        AWAIT, "=&r,l,r,r", [(COUNT + gl.zeros_like(seen)).to(gl.int64), number, seen], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def add(arrays, memory, COMMON, COUNTS, ints, selection, options):
     """The warp that has TMA add dq, and row sums, to what other blocks have made of them."""
     T: gl.constexpr = options.T
     C: gl.constexpr = options.C
+    ORDERED: gl.constexpr = options.ORDERED
     block = own(gl.program_id(0), ints, selection, options)
     i_b = block.i_b
     n_tiles = gl.cdiv(ints.LQ, T)
@@ -193,17 +258,25 @@ def add(arrays, memory, COMMON, ints, selection, options):
         i_h = block.i_stream + i_g
         visits = visits_of_head(i_g, block, ints, selection, options)
         low, high = tile_range(visits, options)
+        seen = gl.full([32], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         for t in range(low, high):
-            of_tile = (i_b * ints.HQ + i_h) * n_tiles + tile_of(t, visits, options)
+            j = tile_of(t, visits, options)
+            of_tile = (i_b * ints.HQ + i_h) * n_tiles + j
+            if ORDERED:
+                await_count(COUNTS + of_tile, blocks_before(j, block, ints, options), seen)
             wait(memory.dq_full, at(i, 1))
             if options.CORRECTED:
                 if common:
                     add_async(arrays.rows, [of_tile * T], memory.rows.index(0))
             for PART in gl.static_range(parts(C)):
                 add_async(arrays.dq[PART], [of_tile * (2 * width(C, PART)), 0], memory.dq[PART].index(0))
+            if ORDERED:  # of the next tile, if there is one, so that the answer is here by then
+                seen = counted(COUNTS + gl.maximum(of_tile - 1, 0), 0, LOOK)
             tma.store_wait(0)  # until it is read
             i += 1
             mbarrier.arrive(memory.dq_empty.index(i % options.GROUPS), count=1)
+            if ORDERED:
+                counted(COUNTS + of_tile, 0, ADDED)
 
 
 # ------------------------------------------------------------------------------------------------ the warpgroups that multiply
@@ -358,6 +431,15 @@ def multiply(i, j, masked, w: gl.constexpr, a_start, sight, ds, b_dk, b_dv, memo
 
 
 @gluon.jit
+def as_after(i, ints):
+    """The same, but so that the compiler, which does not know, works nothing out of n before the loop."""
+    return Integers(
+        ints.n + (i >> 30), ints.HQ, ints.GROUP, ints.LQ, ints.LK, ints.left, ints.right, 0, 0, 0,
+        ints.of_blocks, ints.of_heads, 0, 0, ints.of_together, ints.of_rest,
+    )  # fmt: skip
+
+
+@gluon.jit
 def consume(w: gl.constexpr, memory, COMMON, results, scale, ints, selection, options):
     C: gl.constexpr = options.C
     T: gl.constexpr = options.T
@@ -398,7 +480,7 @@ def consume(w: gl.constexpr, memory, COMMON, results, scale, ints, selection, op
     for more in range(options.LAG):
         turn = make_dq_in_turn(i + more, turn, w, memory, options)
     # worked out again, as the loop has no registers for it
-    block = own(gl.program_id(0) + (i >> 30), ints, selection, options)
+    block = own(gl.program_id(0) + (i >> 30), as_after(i, ints), selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_start = (block.i_block * GROUPS + w) * GROUP_ROWS
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
@@ -422,7 +504,7 @@ def query_tiles(desc, C: gl.constexpr):
 
 
 @gluon.jit
-def program(arrays, COMMON, results, scale, ints, selection, options):
+def program(arrays, COMMON, COUNTS, results, scale, ints, selection, options):
     """Its shared memory, its warps."""
     C: gl.constexpr = options.C
     T: gl.constexpr = options.T
@@ -467,7 +549,7 @@ def program(arrays, COMMON, results, scale, ints, selection, options):
             (consume, (0, memory, COMMON, results, scale, ints, selection, options)),
             (consume, (1, memory, COMMON, results, scale, ints, selection, options)),
             (produce, (arrays, memory, ints, selection, options)),
-            (add, (arrays, memory, COMMON, ints, selection, options)),
+            (add, (arrays, memory, COMMON, COUNTS, ints, selection, options)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -475,7 +557,7 @@ def program(arrays, COMMON, results, scale, ints, selection, options):
             (consume, (1, memory, COMMON, results, scale, ints, selection, options)),
             (consume, (2, memory, COMMON, results, scale, ints, selection, options)),
             (produce, (arrays, memory, ints, selection, options)),
-            (add, (arrays, memory, COMMON, ints, selection, options)),
+            (add, (arrays, memory, COMMON, COUNTS, ints, selection, options)),
         ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
 
 
@@ -484,21 +566,21 @@ def one_pass(
     q_d, k_d, v_d, do_d, q_r, k_r, v_r, do_r, lse2_d, delta_d,
     MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES, COMMON,
     scale, n, HQ, GROUP, LQ, LK, left, right, of_blocks, of_heads, of_together, of_rest,
-    dq_d, dq_r, rows_d, DK, DV,
+    dq_d, dq_r, rows_d, COUNTS, DK, DV,
     C: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, GROUPS: gl.constexpr, LAG: gl.constexpr, TURNS: gl.constexpr,
-    CORRECTED: gl.constexpr, RAGGED: gl.constexpr, FEATURES: gl.constexpr,
+    CORRECTED: gl.constexpr, RAGGED: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(
         Arrays(
             described(q_d, q_r), described(k_d, k_r), described(v_d, v_r), described(do_d, do_r), lse2_d, delta_d,
             described(dq_d, dq_r), rows_d,
-        ), COMMON, Results(DK, DV), scale,
+        ), COMMON, COUNTS, Results(DK, DV), scale,
         Integers(n, HQ, GROUP, LQ, LK, left, right, 0, 0, 0, of_blocks, of_heads, 0, 0, of_together, of_rest),
         Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         Options(
             C, TILE, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, TURNS, FEATURES,
-            has_masked_tiles(FEATURES, False, False), CORRECTED, RAGGED,
+            has_masked_tiles(FEATURES, False, False), CORRECTED, RAGGED, ORDERED,
         ),
     )  # fmt: skip
 
@@ -521,10 +603,10 @@ def row_products(X, Y, stride, n, C: gl.constexpr, PART: gl.constexpr):
 def prepare(
     O, DO, LSE, D_LSE, Q_LENGTHS,
     HQ, LQ,
-    LSE2, DELTA, DQ, DQ_R, ROWS,
-    C: gl.constexpr, HAS_D_LSE: gl.constexpr, FEATURES: gl.constexpr,
+    LSE2, DELTA, DQ, DQ_R, ROWS, COUNTS,
+    C: gl.constexpr, HAS_D_LSE: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile of queries ℓ in base 2, δ, and zeros to add dq to.  Rows past the end of the queries see nothing."""
+    """Of a tile of queries ℓ in base 2, δ, and zeros to add dq to and to count with.  Rows past the end see nothing."""
     n_tiles = gl.cdiv(LQ, TILE)
     i = gl.program_id(0)
     i_bh = i // n_tiles
@@ -548,6 +630,8 @@ def prepare(
     gl.store(LSE2 + y + o_x, log2_sum_exp(b_lse))
     gl.store(DELTA + y + o_x, b_delta)
     gl.store(ROWS + y + o_x, gl.zeros([TILE], gl.float32, x_l))
+    if ORDERED:
+        gl.store(COUNTS + i, 0)
     store_zeros(DQ + y * width(C, 0), width(C, 0))
     if parts(C) == 2:
         store_zeros(DQ_R + y * width(C, 1), width(C, 1))

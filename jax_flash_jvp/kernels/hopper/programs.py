@@ -61,8 +61,9 @@ def divided(i, n, reciprocal):
 @gluon.jit
 def own_block(i, ints, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr):
     """(block, batch entry and head) of number i.  The longest blocks, first or last, of a few heads go before the shorter: head
-    after head, the last ones would begin a long block when others are done."""
-    if FEATURES.later_longer:
+    after head, the last ones would begin a long block when others are done.  Where blocks of a head wait for each other, those
+    that begin together are of a few heads likewise."""
+    if FEATURES.later_longer or FEATURES.heads_in_turn:
         first = divided(i, n_blocks, ints.of_blocks)[0] // TOGETHER * TOGETHER
         left = divided(ints.n, n_blocks, ints.of_blocks)[0] - first
         few = left < TOGETHER

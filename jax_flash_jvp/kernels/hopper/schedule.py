@@ -69,14 +69,18 @@ class Sweep:
             return False
         return self.seen <= config.ONE_LOOP
 
-    def in_one_pass(self, dual: bool) -> bool:
-        """Is the backward to go once over the scores?  If so, this is the sweep, by key."""
+    def in_one_pass(self, dual: bool, ordered: bool) -> bool:
+        """Is the backward to go once over the scores, and add in order?  If so, this is the sweep, by key."""
         width, concurrent = config.width_of(self.head_dim), self.multiprocessors or 1
-        least, rings = (
-            (config.ONE_PASS_DUAL_FROM, config.ONE_PASS_DUAL) if dual else (config.ONE_PASS_FROM, config.ONE_PASS)
-        )
-        if min(self.resident, self.seen) < least.get(width, math.inf):
+        if not ordered:
+            least = (config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM).get(width, math.inf)
+        elif dual or self.features.tiles.present:  # of lists, nobody knows how many blocks before another visit a tile
             return False
+        else:
+            least = config.ONE_PASS_ORDERED_FROM.get((width, self.alike), math.inf)
+        if min(self.resident, self.seen) < least:
+            return False
+        rings = config.ONE_PASS_DUAL if dual else config.ONE_PASS
         blocks = triton.cdiv(self.resident, GROUP * rings[width].groups) * self.heads
         return blocks >= config.ONE_PASS_FILLS * triton.cdiv(blocks, concurrent) * concurrent
 
