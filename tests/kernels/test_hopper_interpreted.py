@@ -908,7 +908,7 @@ def test_one_pass_out_of_order_fails(case, old, new):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("length", "heads"), [(1024, 24), (2048, 24), (2048, 14)])
 def test_when_the_backward_takes_one_pass(monkeypatch, length, heads, deterministic):
-    """In long sequences that fill the GPU, where all gradients are wanted; for the same bits on every run if all keys are seen."""
+    """In long sequences that fill the GPU, where all gradients are wanted; for equal bits on every run if all keys are seen."""
     monkeypatch.setattr(config, "ONE_PASS_FROM", {64: 2048})
     monkeypatch.setattr(config, "ONE_PASS_ORDERED_FROM", {(64, True): 2048})
     recorder = Recorder(90)
