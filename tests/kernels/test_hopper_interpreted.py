@@ -989,14 +989,13 @@ ALL, NO = (True,) * 4, (False,) * 4
     ],
     ids=str,
 )
-def test_when_the_dual_backward_takes_one_pass(monkeypatch, change, taken):
+def test_when_the_dual_backward_takes_one_pass(change, taken):
     """In long sequences that fill the GPU, where all gradients and tangents are wanted, along everything, and need not have the
     same bits on every run."""
     given = (
         dict(length=2048, heads=8, head_dim=64, deterministic=False, want=ALL, want_tangent=ALL, without=None) | change
     )
     length, heads = given["length"], given["heads"]
-    monkeypatch.setattr(config, "ONE_PASS_DUAL_FROM", {64: 2048})
     recorder = Recorder(90)
     o = jax.ShapeDtypeStruct((1, length, heads, given["head_dim"]), jnp.bfloat16)
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, heads, length), jnp.float32)

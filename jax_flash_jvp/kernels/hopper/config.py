@@ -163,8 +163,8 @@ class OnePassDual(NamedTuple):
 
 
 ONE_PASS_DUAL = {64: OnePassDual(lag=1, kept=4)}  # H200, 2026-11-27, L = 8192
-# As ONE_PASS_FROM.  None yet: not timed.
-ONE_PASS_DUAL_FROM: dict[int, int] = {}
+# As ONE_PASS_FROM.  H200, 2026-11-27, L = 256 to 8192.
+ONE_PASS_DUAL_FROM = {64: 2048}
 
 # With two warpgroups another tile, and so where blocks are not alike.  H200, 2026-11-23, L = 8192.
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
