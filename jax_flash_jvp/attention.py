@@ -189,7 +189,7 @@ def dot_product_attention(
         biases have their columns in the order of the sequence.
       deterministic: True: gradients have the same bits on every run.  None: if XLA's operations have, by
         ``--xla_gpu_deterministic_ops`` or ``--xla_gpu_exclude_nondeterministic_ops`` in XLA_FLAGS.  Else terms of the
-        query's gradient may be added up in whatever order they come, which is faster in long sequences and changes its
+        query's gradients may be added up in whatever order they come, which is faster in long sequences and changes their
         last bits.  Dropout does not depend on it.
 
     Returns:

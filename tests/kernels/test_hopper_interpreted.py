@@ -933,11 +933,6 @@ def test_when_the_backward_takes_one_pass(monkeypatch, length, heads, determinis
 # ------------------------------------------------------------------------------------------------ the dual backward in one pass
 
 
-@pytest.fixture
-def dual_in_one_pass(monkeypatch):
-    monkeypatch.setattr(config, "ONE_PASS_DUAL_FROM", dict.fromkeys(config.ONE_PASS_DUAL, 0))
-
-
 ONE_PASS_DUAL = {
     "D64": dict(shape=(1, 100, 150, 2, 1, 64)),
     "D40-causal": dict(shape=(2, 130, 200, 2, 1, 40), is_causal=True),
@@ -950,10 +945,7 @@ ONE_PASS_DUAL = {
     "mask": dict(shape=(2, 70, 150, 6, 2, 64), mask=patches(2, 2, 70, 150)),
     **{name: dict(dict(shape=SHAPE) | LISTED[name]) for name in ("ranges", "ranges-mask", "blocks")},
 }
-OTHER_DUAL_RINGS = {
-    "turns": dict(turns=True), "not-deferred": dict(deferred=False), "slots-2": dict(slots=2),
-    "alone": dict(together=1, lag=2, kept=4), "alone-lag-1": dict(together=1, lag=1, kept=2),
-}  # fmt: skip
+OTHER_DUAL_RINGS = {"lag-2": dict(lag=2), "kept-2": dict(kept=2), "slots-2": dict(slots=2)}
 
 
 def check_one_pass_dual(case, launcher):
@@ -966,14 +958,14 @@ def check_one_pass_dual(case, launcher):
     assert "one_pass_dual" in {name for name, *_ in launcher.launched}
 
 
-@pytest.mark.usefixtures("dual_in_one_pass")
+@pytest.mark.usefixtures("in_one_pass")
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "D64")) for n in ONE_PASS_DUAL])
 def test_one_pass_dual(case, late):
     check_one_pass_dual(ONE_PASS_DUAL[case], gluon_on_numpy.Launcher(late=late))
 
 
-@pytest.mark.usefixtures("dual_in_one_pass")
+@pytest.mark.usefixtures("in_one_pass")
 @pytest.mark.parametrize("ring", OTHER_DUAL_RINGS)
 @pytest.mark.thorough
 def test_one_pass_dual_in_other_ways(monkeypatch, ring):
@@ -985,27 +977,18 @@ ONE_PASS_DUAL_MUTANTS = {  # and whether it takes late copies to notice
     "zeros-missed": ("store_zeros(DQ + y * (2 * COLUMNS), 2 * COLUMNS)", "store_zeros(DQ, 2 * COLUMNS)", False),
     "added-before-it-is-there": ("wait(memory.dq_full, at(i, 1))", "pass", False),
     "not-waited-for": ("tma.store_wait(0)  # until it is read", "pass", False),
-    "overwritten": ("mbarrier.wait(memory.dq_empty.index(w), 0)  #", "#", False),
-    "overwritten-by-its-tangent": ("mbarrier.wait(memory.dq_empty.index(w), 1)", "pass", False),
-    "of-another-tile": ("[(of_tile + PART) * FLOATS, 0]", "[PART * FLOATS, 0]", False),
+    "overwritten": ("mbarrier.wait(memory.dq_empty.index(w), odd)  #", "#", False),
+    "given-to-the-wrong-warpgroup": ("memory.dq_empty.index(i % options.GROUPS)", "memory.dq_empty.index(0)", False),
+    "of-another-tile": ("[of_tile * FLOATS, 0]", "[0, 0]", False),
     "dS-not-waited-for": ("wait(memory.ds_full, use)", "pass", False),
-    "dS-in-the-other's-place": ("place.slice(FIRST + T, T, 1)", "place.slice(FIRST, T, 1)", False),
-    "last-tiles-lost": ("for more in range(N * options.LAG):", "for more in range(0):", False),
-    "keys-of-one-warpgroup": ("matrix(keys, u + (i >> 30))", "matrix(keys, i >> 30)", False),
-    "tangents-of-keys-left-out": (
-        "b_tdq = key_product(i, use.slot, memory.tk, 0, 2 * T, b_tdq, True, memory, options)",
-        "pass",
-        False,
-    ),
-    "last-product-lost": (
-        "    if FEATURES.deferred:\n        if i > 0:\n            q = rows_from",
-        "    if FEATURES.deferred:\n        if i < 0:\n            q = rows_from",
-        False,
-    ),
+    "last-tiles-lost": ("for more in range(options.LAG):", "for more in range(0):", False),
+    "keys-of-one-warpgroup": ("matrix(keys, w + (i >> 30))", "matrix(keys, i >> 30)", False),
+    "tangents-of-keys-left-out": ("by_thread(b_tdq + b_more)", "by_thread(b_tdq)", False),
+    "last-product-lost": ("    if i > 0:\n        b_tdk", "    if i < 0:\n        b_tdk", False),
     "product-of-another-tile": ("options.SLOTS).slot, 0)  # of the tile before\n", "options.SLOTS).slot, 0) * 0\n", False),
     "queries-given-back-early": (
-        "mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)\n    else:\n        b_s = warpgroup_mma_wait(1",
-        "give_back(memory.q_empty, use)\n    else:\n        b_s = warpgroup_mma_wait(1",
+        "mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)\n    b_s, b_ts",
+        "give_back(memory.q_empty, use)\n    b_s, b_ts",
         False,
     ),
     "cotangents-not-waited-for": (
@@ -1017,7 +1000,7 @@ ONE_PASS_DUAL_MUTANTS = {  # and whether it takes late copies to notice
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("dual_in_one_pass")
+@pytest.mark.usefixtures("in_one_pass")
 @pytest.mark.parametrize(("old", "new", "late"), ONE_PASS_DUAL_MUTANTS.values(), ids=ONE_PASS_DUAL_MUTANTS)
 @pytest.mark.thorough
 def test_one_pass_dual_broken_fails(old, new, late):
@@ -1025,16 +1008,13 @@ def test_one_pass_dual_broken_fails(old, new, late):
         check_one_pass_dual(ONE_PASS_DUAL["D64"], gluon_on_numpy.Launcher(old, new, late=late))
 
 
-@pytest.mark.usefixtures("dual_in_one_pass")
+@pytest.mark.usefixtures("in_one_pass")
 @pytest.mark.parametrize(
     ("case", "old", "new"),
     [
-        ("alone", "mbarrier.wait(memory.dq_empty.index(w), odd)  # its place", "# its place"),
-        ("alone", "by_thread(b_tdq + b_more)", "by_thread(b_tdq)"),
         ("key-lengths", "clean(matrix(memory.tk, w), 0, n)", "pass"),
         ("all", "clean(tdo, j * T, sight.query_end)", "pass"),
-        ("alone-lag-1", "wait_empty(memory.ds_empty, kept)", "pass"),
-        ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)", "pass"),
+        ("kept-2", "wait_empty(memory.ds_empty, kept)", "pass"),
     ],
 )
 @pytest.mark.thorough
@@ -1052,7 +1032,8 @@ ALL, NO = (True,) * 4, (False,) * 4
     ("change", "taken"),
     [
         (dict(), True),
-        (dict(length=1024), False),
+        (dict(length=1024, heads=16), False),
+        (dict(heads=2), False),
         (dict(deterministic=True), False),
         (dict(head_dim=32), False),
         (dict(head_dim=48), True),
@@ -1064,15 +1045,16 @@ ALL, NO = (True,) * 4, (False,) * 4
     ],
     ids=str,
 )
-def test_when_the_dual_backward_takes_one_pass(monkeypatch, change, taken):
-    """In long sequences, where all gradients and tangents are wanted, along everything, and need not have the same bits on every
-    run."""
-    given = dict(length=2048, head_dim=64, deterministic=False, want=ALL, want_tangent=ALL, without=None) | change
-    length = given["length"]
-    monkeypatch.setattr(config, "ONE_PASS_DUAL_FROM", {64: 2048})
+def test_when_the_dual_backward_takes_one_pass(change, taken):
+    """In long sequences that fill the GPU, where all gradients and tangents are wanted, along everything, and need not have the
+    same bits on every run."""
+    given = (
+        dict(length=2048, heads=8, head_dim=64, deterministic=False, want=ALL, want_tangent=ALL, without=None) | change
+    )
+    length, heads = given["length"], given["heads"]
     recorder = Recorder(90)
-    o = jax.ShapeDtypeStruct((1, length, 2, given["head_dim"]), jnp.bfloat16)
-    x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
+    o = jax.ShapeDtypeStruct((1, length, heads, given["head_dim"]), jnp.bfloat16)
+    x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, heads, length), jnp.float32)
     case = Problem(scale=0.1, implementation="hopper", deterministic=given["deterministic"])
     tx = x._replace(key=None) if given["without"] == "key" else x
     along = (tx, (o, statistic), (None if given["without"] == "cotangent" else o, None))

@@ -159,18 +159,15 @@ ONE_PASS_ORDERED_FROM = {(64, True): 8192}
 class OnePassDual(NamedTuple):
     """How the dual backward in one pass streams: 32 queries at a time, for two consumer warpgroups."""
 
-    together: int  # tiles whose dq is made at once, 1 or 2
-    lag: int  # times so many tiles that dq is behind
-    kept: int  # times so many tiles of dS and ḋS, a power of two above the lag
+    lag: int  # tiles that dq is behind
+    kept: int  # tiles of dS and ḋS, a power of two above the lag
     slots: int = 4  # of q and of d_o, with their tangents, a power of two
-    turns: bool = False
-    deferred: bool = False
     groups: int = 2  # consumer warpgroups, of which more have no room for four sums
 
 
-ONE_PASS_DUAL = {64: OnePassDual(2, 1, 2, deferred=True)}
-# As ONE_PASS_FROM.  None yet: not timed.
-ONE_PASS_DUAL_FROM: dict[int, int] = {}
+ONE_PASS_DUAL = {64: OnePassDual(lag=1, kept=4)}  # H200, 2026-11-27, L = 8192
+# As ONE_PASS_FROM.  H200, 2026-11-27, L = 256 to 8192.
+ONE_PASS_DUAL_FROM = {64: 2048}
 
 # With two warpgroups another tile, and so where blocks are not alike.  H200, 2026-11-23, L = 8192.
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}

@@ -241,28 +241,29 @@ def _dual_in_one_pass(call: HopperCall, y, cy, tangents) -> tuple[Operands, Oper
     tx, (t_o, mu), (t_d_o, t_d_lse) = tangents
     x, (o, log_sum_exp), (d_o, d_lse), d = call.x, y, cy, call.head_dim
     sweep, ring = call.sweep(by_key=True), config.ONE_PASS_DUAL[call.width]
-    tile, rows = dual_kernels.STREAMED.value, GROUP * dual_kernels.GROUPS.value
-    pairs = call.batch * call.query_heads * triton.cdiv(call.query_length, 2 * tile)  # of tiles
+    tile, rows, floats = dual_kernels.STREAMED.value, GROUP * ring.groups, dual_kernels.FLOATS.value
+    query_tiles = call.batch * call.query_heads * triton.cdiv(call.query_length, one_pass_kernels.TILE.value)
+    queries = query_tiles * one_pass_kernels.TILE.value  # with those that fill up the last tiles
     sizes = dict(HQ=call.query_heads, LQ=call.query_length)
     has = dict(HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None)
-    statistic, floats = Output((pairs * 2 * tile,), "float32"), dual_kernels.FLOATS.value
+    statistic = Output((queries,), "float32")
     made = call.launcher.launch(
         Launch(
-            dual_kernels.prepare_dual, pairs,
+            dual_kernels.prepare_dual, query_tiles,
             dict(
                 O=o, DO=d_o, TO=t_o, TDO=t_d_o, LSE=log_sum_exp, MU=mu, D_LSE=d_lse, TD_LSE=t_d_lse,
                 Q_LENGTHS=x.query_lengths,
             ), sizes,
             dict(
                 LSE2=statistic, MU_OUT=statistic, DELTA=statistic, T_DELTA=statistic,
-                DQ=Output((pairs * 2 * floats, 32), "float32"), ROWS=Output((pairs * 4 * tile,), "float32"),
+                DQ=Output((queries // tile * floats, 32), "float32"), ROWS=Output((2 * queries,), "float32"),
             ), dict(C=d, **has, FEATURES=call.features), config.WARPS, num_stages=1,
         )
     )  # fmt: skip
     query_ring = call.sweep(by_key=False).ring(config.QUERY_SIDE[call.width, "dual"])
     means = call.portable.key_means(tx.key, call.block_of_means(query_ring, dual=True))
     listed = call.features.tiles.present
-    lists = call.portable.tiles(Tile(ring.together * tile, rows, config.WARPS, 1), by_key=True) if listed else None
+    lists = call.portable.tiles(Tile(tile, rows, config.WARPS, 1), by_key=True) if listed else None
     numbers = call.numbers_in_one_pass(sweep, rows)
     of_tile = lambda name: Blocks(made[name], (tile,))
     rows_of = lambda a, n: Rows(a, n, dual_kernels.COLUMNS.value)
@@ -281,22 +282,22 @@ def _dual_in_one_pass(call: HopperCall, y, cy, tangents) -> tuple[Operands, Oper
                 **dict.fromkeys(("DK", "DV", "TDK", "TDV"), call.key_gradient),
             ),
             dict(
-                C=d, TOGETHER=ring.together, SLOTS=ring.slots, KEPT=ring.kept, LAG=ring.lag, TURNS=ring.turns, **corrected,
+                C=d, SLOTS=ring.slots, KEPT=ring.kept, LAG=ring.lag, **corrected,
                 RAGGED=call.features.key_lengths or call.key_length % rows > 0,
-                FEATURES=dataclasses.replace(call.features, deferred=ring.deferred, one_loop=sweep.one_loop),
-            ), config.WARPS, num_stages=1, registers=config.REGISTERS[dual_kernels.GROUPS.value],
+                FEATURES=dataclasses.replace(call.features, one_loop=sweep.one_loop),
+            ), config.WARPS, num_stages=1, registers=config.REGISTERS[ring.groups],
         )
     )  # fmt: skip
     query = call.launcher.launch(
         Launch(
-            dual_kernels.scale_queries_dual, pairs,
+            dual_kernels.scale_queries_dual, query_tiles,
             dict(
                 SUMS=got["dq_d"], ROWS=got["rows_d"], LSE2=made["LSE2"], D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean,
                 T_KEY_MEAN=means.t_mean, COMMON=means.common,
             ), dict(sizes, scale=float(call.problem.scale), GROUP=call.query_heads // call.key_heads),
             dict(D_Q=call.output, TD_Q=call.output),
             dict(
-                C=d, TOGETHER=ring.together, **has, **corrected,
+                C=d, **has, **corrected,
                 FEATURES=dataclasses.replace(call.features, row_means=call.portable.row_means),
             ), config.WARPS, num_stages=1,
         )

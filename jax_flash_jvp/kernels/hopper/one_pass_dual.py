@@ -6,9 +6,7 @@ heads, each with its tangent below it, in tiles of T queries; formulas of dk, dv
     dqᵀ = kᵀ ds    ḋqᵀ = kᵀ ḋs + k̇ᵀ ds    [channels, queries]
 
 Channels in the place of rows: a product has 64 of these, and no more than 32 queries at a time leave registers for four sums.
-dq is made of one tile, or of two TOGETHER.  Of these dS is in the first columns of a place in shared memory, ḋS in the others: of
-one tile, one product has kᵀ ds and kᵀ ḋs, and TMA adds dqᵀ and ḋqᵀ at once; of two, all three have as many columns, and dqᵀ is
-added while ḋqᵀ is multiplied.
+In shared memory dS of a tile is beside ḋS, so that one product has kᵀ ds and kᵀ ḋs.
 
 Rows of dS and of ḋS are corrected as in `one_pass.py`: dQ' = dQ − e k̄ and ḋQ' = ḋQ − ė k̄ − e k̄̇.
 """
@@ -78,17 +76,15 @@ STREAMED = gl.constexpr(32)  # queries of a tile
 COLUMNS = gl.constexpr(64)  # channels of one, with those that TMA fills up
 GROUPS = gl.constexpr(2)  # as registers hold four sums of 64 rows
 FLOATS = gl.constexpr(4 * 32)  # rows of 32 floats that TMA adds at a time
-# constants as in `one_pass.py`, where T is that of all tiles TOGETHER
-Options = namedtuple(
-    "Options", "C T TOGETHER SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS FEATURES HAS_MASKED CORRECTED RAGGED"
-)
+# constants as in `one_pass.py`
+Options = namedtuple("Options", "C T SLOTS KEPT GROUPS HEIGHT ROW LAG FEATURES HAS_MASKED CORRECTED RAGGED")
 # descriptors, of rows with channels as in `ring.py`
 Arrays = namedtuple("Arrays", "q k v do tq tk tv tdo lse2 mu delta t_delta dq rows")
 # shared, and the barriers of each
 Memory = namedtuple(
     "Memory",
     "k v tk tv q do lse2 mu delta t_delta ds dq ones rows "
-    "k_full v_full cleaned q_full q_empty do_full do_empty ds_full ds_empty dq_full dq_empty turn",
+    "k_full v_full cleaned q_full q_empty do_full do_empty ds_full ds_empty dq_full dq_empty",
 )
 Results = namedtuple("Results", "DK DV TDK TDV")
 
@@ -97,19 +93,6 @@ Results = namedtuple("Results", "DK DV TDK TDV")
 def tiles_of_queries(LQ):
     """Of a head, as many as TILE queries at a time need."""
     return gl.cdiv(LQ, TILE) * (TILE // STREAMED)
-
-
-@gluon.jit
-def tiles_alone(visits, options):
-    """What `tile_alone` takes."""
-    low, high = tile_range(visits, options)
-    return low * options.TOGETHER, high * options.TOGETHER
-
-
-@gluon.jit
-def tile_alone(t, visits, options):
-    N: gl.constexpr = options.TOGETHER
-    return tile_of(t // N, visits, options) * N + t % N
 
 
 # ------------------------------------------------------------------------------------------------ the warps that load and add
@@ -152,9 +135,9 @@ def produce(arrays, memory, ints, selection, options):
     for i_g in range(block.group):
         i_h = block.i_stream + i_g
         visits = visits_of_head(i_g, block, ints, selection, options)
-        low, high = tiles_alone(visits, options)
+        low, high = tile_range(visits, options)
         for t in range(low, high):
-            j = tile_alone(t, visits, options)
+            j = tile_of(t, visits, options)
             use = at(i, options.SLOTS)
             place = (i_b, i_h, j * T, ((i_b * ints.HQ + i_h) * n_tiles + j) * T)
             load_streamed(
@@ -175,7 +158,6 @@ def produce(arrays, memory, ints, selection, options):
 @gluon.jit
 def add(arrays, memory, COMMON, ints, selection, options):
     """The warp that has TMA add dqᵀ and ḋqᵀ, and row sums, to what other blocks have made of them."""
-    N: gl.constexpr = options.TOGETHER
     block = own(gl.program_id(0), ints, selection, options)
     i_b = block.i_b
     n_tiles = tiles_of_queries(ints.LQ)
@@ -188,16 +170,15 @@ def add(arrays, memory, COMMON, ints, selection, options):
         visits = visits_of_head(i_g, block, ints, selection, options)
         low, high = tile_range(visits, options)
         for t in range(low, high):
-            of_tile = (i_b * ints.HQ + i_h) * n_tiles + tile_of(t, visits, options) * N
-            for PART in gl.static_range(N):
-                wait(memory.dq_full, at(i, 1))
-                if options.CORRECTED:
-                    if common:
-                        add_async(arrays.rows, [(of_tile + PART) * (2 * STREAMED)], memory.rows.index(0))
-                add_async(arrays.dq, [(of_tile + PART) * FLOATS, 0], memory.dq.index(0))
-                tma.store_wait(0)  # until it is read
-                i += 1
-                mbarrier.arrive(memory.dq_empty.index(i // N % options.GROUPS), count=1)
+            of_tile = (i_b * ints.HQ + i_h) * n_tiles + tile_of(t, visits, options)
+            wait(memory.dq_full, at(i, 1))
+            if options.CORRECTED:
+                if common:
+                    add_async(arrays.rows, [of_tile * (2 * STREAMED)], memory.rows.index(0))
+            add_async(arrays.dq, [of_tile * FLOATS, 0], memory.dq.index(0))
+            tma.store_wait(0)  # until it is read
+            i += 1
+            mbarrier.arrive(memory.dq_empty.index(i % options.GROUPS), count=1)
 
 
 # ------------------------------------------------------------------------------------------------ the warpgroups that multiply
@@ -216,50 +197,40 @@ def clean_resident(w: gl.constexpr, n, memory):
 
 
 @gluon.jit
-def key_product(i, slot, keys, FIRST: gl.constexpr, N: gl.constexpr, b_x, ADD: gl.constexpr, memory, options):
-    """The sums + xᵀ ds, of keys or their tangents x and N columns of a place of dS, over all keys of the block."""
+def key_product(i, slot, keys, N: gl.constexpr, memory, options):
+    """xᵀ ds, of keys or their tangents x and the first N columns of a place of dS and ḋS, over all keys of the block."""
     GROUPS: gl.constexpr = options.GROUPS
-    for u in gl.static_range(GROUPS):
-        x = matrix(keys, u + (i >> 30))[0].permute((1, 0))
-        ds = memory.ds.index(GROUPS * slot + u).slice(FIRST, N, 1)
-        b_x = warpgroup_mma(x, ds, b_x, use_acc=ADD or u > 0, is_async=True)
+    b_x = gl.zeros([COLUMNS, N], gl.float32, product_layout(N))
+    for w in gl.static_range(GROUPS):
+        x = matrix(keys, w + (i >> 30))[0].permute((1, 0))
+        ds = memory.ds.index(GROUPS * slot + w).slice(0, N, 1)
+        b_x = warpgroup_mma(x, ds, b_x, use_acc=w > 0, is_async=True)
     return b_x
 
 
 @gluon.jit
-def store_row_sums(slot, FIRST: gl.constexpr, memory, options):
-    """Of 64 columns of a place of dS, over all keys of the block: all columns of a product with ones."""
+def row_sums(slot, memory, options):
+    """Those of dS and of ḋS of a tile, over all keys of the block: all columns of a product with ones."""
     b_r = gl.zeros([2 * STREAMED, ONES], gl.float32, product_layout(ONES))
-    for u in gl.static_range(options.GROUPS):
-        ds = memory.ds.index(options.GROUPS * slot + u).slice(FIRST, 2 * STREAMED, 1)
-        b_r = warpgroup_mma(ds.permute((1, 0)), memory.ones, b_r, use_acc=u > 0, is_async=True)
-    memory.rows.index(0).store(gl.max(warpgroup_mma_wait(0, deps=[b_r]), 1))
+    for w in gl.static_range(options.GROUPS):
+        ds = memory.ds.index(options.GROUPS * slot + w)
+        b_r = warpgroup_mma(ds.permute((1, 0)), memory.ones, b_r, use_acc=w > 0, is_async=True)
+    return gl.max(warpgroup_mma_wait(0, deps=[b_r]), 1)
 
 
 @gluon.jit
 def make_dq(i, w: gl.constexpr, odd, common, memory, options):
-    """And ḋq, of the i-th tile, or tiles together."""
+    """And ḋq, of the i-th tile."""
     use = at(i, options.KEPT)
     wait(memory.ds_full, use)
-    if options.TOGETHER == 1:
-        make_dq_of_one(i, use, w, odd, common, memory, options)
-    else:
-        make_dq_of_two(i, use, w, common, memory, options)
-
-
-@gluon.jit
-def make_dq_of_one(i, use, w: gl.constexpr, odd, common, memory, options):
-    GROUPS: gl.constexpr = options.GROUPS
     T: gl.constexpr = STREAMED
     if options.CORRECTED:
         if common:
             mbarrier.wait(memory.dq_empty.index(w), odd)
-            store_row_sums(use.slot, 0, memory, options)
-    b_dq = gl.zeros([COLUMNS, 2 * T], gl.float32, product_layout(2 * T))
-    b_more = gl.zeros([COLUMNS, T], gl.float32, product_layout(T))
-    b_dq = key_product(i, use.slot, memory.k, 0, 2 * T, b_dq, False, memory, options)
-    b_more = key_product(i, use.slot, memory.tk, 0, T, b_more, False, memory, options)
-    b_dq = warpgroup_mma_wait(GROUPS, deps=[b_dq])
+            memory.rows.index(0).store(row_sums(use.slot, memory, options))
+    b_dq = key_product(i, use.slot, memory.k, 2 * T, memory, options)
+    b_more = key_product(i, use.slot, memory.tk, T, memory, options)
+    b_dq = warpgroup_mma_wait(options.GROUPS, deps=[b_dq])
     b_dq, b_tdq = halves(b_dq)
     mbarrier.wait(memory.dq_empty.index(w), odd)  # its place is given from one warpgroup to the next
     memory.dq.index(0).slice(0, 2 * T, 0).store(by_thread(b_dq).reshape([2 * T, 32]))
@@ -271,54 +242,12 @@ def make_dq_of_one(i, use, w: gl.constexpr, odd, common, memory, options):
 
 
 @gluon.jit
-def make_dq_of_two(i, use, w: gl.constexpr, common, memory, options):
-    GROUPS: gl.constexpr = options.GROUPS
-    T: gl.constexpr = STREAMED
-    if options.CORRECTED:
-        if common:
-            mbarrier.wait(memory.dq_empty.index(w), 0)
-            store_row_sums(use.slot, 0, memory, options)
-    b_dq = gl.zeros([COLUMNS, 2 * T], gl.float32, product_layout(2 * T))
-    b_tdq = b_dq
-    b_dq = key_product(i, use.slot, memory.k, 0, 2 * T, b_dq, False, memory, options)
-    b_tdq = key_product(i, use.slot, memory.k, 2 * T, 2 * T, b_tdq, False, memory, options)
-    b_tdq = key_product(i, use.slot, memory.tk, 0, 2 * T, b_tdq, True, memory, options)
-    b_dq = warpgroup_mma_wait(2 * GROUPS, deps=[b_dq])
-    mbarrier.wait(memory.dq_empty.index(w), 0)  # its place is given from one warpgroup to the next
-    memory.dq.index(0).store(by_thread(b_dq).reshape([FLOATS, 32]))
-    fence_async_shared()
-    mbarrier.arrive(memory.dq_full.index(0), count=1)
-    b_tdq = warpgroup_mma_wait(0, deps=[b_tdq])
-    mbarrier.wait(memory.dq_empty.index(w), 1)
-    if options.CORRECTED:
-        if common:
-            store_row_sums(use.slot, 2 * T, memory, options)
-    give_back(memory.ds_empty, use)
-    memory.dq.index(0).store(by_thread(b_tdq).reshape([FLOATS, 32]))
-    fence_async_shared()
-    mbarrier.arrive(memory.dq_full.index(0), count=1)
-
-
-@gluon.jit
 def make_dq_in_turn(i, turn, w: gl.constexpr, memory, options):
-    """As in `one_pass.py`; `turn` counts tiles alone, the lag does not."""
-    N: gl.constexpr = options.TOGETHER
+    """As in `one_pass.py`."""
     if (turn & (ODD - 1)) == 0:
-        make_dq(i // N - options.LAG, w, (turn & ODD) // ODD, turn >= COMMON_KEYS, memory, options)
-        turn = (turn ^ ODD) + N * options.GROUPS
+        make_dq(i - options.LAG, w, (turn & ODD) // ODD, turn >= COMMON_KEYS, memory, options)
+        turn = (turn ^ ODD) + options.GROUPS
     return turn - 1
-
-
-@gluon.jit
-def store_ds(b_ds, i, FIRST: gl.constexpr, place, options):
-    """In its place, from column FIRST on, those of the i-th tile."""
-    T: gl.constexpr = STREAMED
-    if options.TOGETHER == 1:
-        place.slice(FIRST, T, 1).store(b_ds)
-    elif i % 2 == 0:
-        place.slice(FIRST, T, 1).store(b_ds)
-    else:
-        place.slice(FIRST + T, T, 1).store(b_ds)
 
 
 @gluon.jit
@@ -330,10 +259,7 @@ def statistic(buffer, slot, LAYOUT: gl.constexpr):
 def multiply(i, j, masked, w: gl.constexpr, a_start, sight, tds, b_dk, b_dv, b_tdk, b_tdv, memory, scale, options):
     """One tile of queries."""
     T: gl.constexpr = STREAMED
-    N: gl.constexpr = options.TOGETHER
-    GROUPS: gl.constexpr = options.GROUPS
     FEATURES: gl.constexpr = options.FEATURES
-    DEFERRED: gl.constexpr = FEATURES.deferred
     s_l: gl.constexpr = product_layout(T)
     x_l: gl.constexpr = gl.SliceLayout(0, s_l)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
@@ -342,7 +268,8 @@ def multiply(i, j, masked, w: gl.constexpr, a_start, sight, tds, b_dk, b_dv, b_t
     a_start += i >> 30  # so that numbers of rows are worked out here, as the loop has no registers for them
     z = w + (i >> 30)
     use = at(i, options.SLOTS)
-    kept = at(i // N, options.KEPT)
+    slot = gl.where(i > 0, at(i + options.SLOTS - 1, options.SLOTS).slot, 0)  # of the tile before
+    kept = at(i, options.KEPT)
     q_tq = matrix(memory.q, use.slot)
     do_tdo = matrix(memory.do, use.slot)
     q, tq = rows_from(q_tq, 0, T), rows_from(q_tq, T, T)
@@ -356,21 +283,12 @@ def multiply(i, j, masked, w: gl.constexpr, a_start, sight, tds, b_dk, b_dv, b_t
             clean(do, j * T, sight.query_end)
             clean(tdo, j * T, sight.query_end)
     wait(memory.q_full, use)
-    if options.TURNS:
-        mbarrier.wait(memory.turn.index(w), i & 1)
-    if DEFERRED:
-        slot = gl.where(i > 0, at(i + options.SLOTS - 1, options.SLOTS).slot, 0)  # of the tile before
-        b_tdk = accumulated(tds, rows_from(matrix(memory.q, slot), 0, T), b_tdk)
+    b_tdk = accumulated(tds, rows_from(matrix(memory.q, slot), 0, T), b_tdk)
     b_s = score_product(matrix(memory.k, z), q_tq, zeros, False)
     wait(memory.do_full, use)
     b_dp = score_product(matrix(memory.v, z), do_tdo, zeros, False)
-    if options.TURNS:
-        mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)
-    if DEFERRED:
-        b_tdk, tds, b_s = settled_before(b_tdk, tds, b_s, 1)
-        mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)
-    else:
-        b_s = warpgroup_mma_wait(1, deps=[b_s])
+    b_tdk, tds, b_s = settled_before(b_tdk, tds, b_s, 1)
+    mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)
     b_s, b_ts = halves(b_s)
     lse2 = statistic(memory.lse2, use.slot, x_l)
     if options.RAGGED:  # P of keys that do not exist could be anything, infinite too, and would reach dq
@@ -395,9 +313,9 @@ def multiply(i, j, masked, w: gl.constexpr, a_start, sight, tds, b_dk, b_dv, b_t
     ds = gl.convert_layout(b_ds, p_l)
     b_tdk = accumulated(ds, tq, b_tdk)
     b_dk = accumulated(ds, q, b_dk)
-    place = memory.ds.index(GROUPS * kept.slot + w)
+    place = memory.ds.index(options.GROUPS * kept.slot + w)
     wait_empty(memory.ds_empty, kept)
-    store_ds(b_ds, i, 0, place, options)
+    place.slice(0, T, 1).store(b_ds)
     b_ts = warpgroup_mma_wait(4, deps=[b_ts])
     b_w = b_ts * scale
     b_tdp += b_dp * b_w - statistic(memory.t_delta, use.slot, x_l)
@@ -406,19 +324,14 @@ def multiply(i, j, masked, w: gl.constexpr, a_start, sight, tds, b_dk, b_dv, b_t
     b_tdv = accumulated(pw, do, b_tdv)
     b_tdp = warpgroup_mma_wait(1, deps=[b_tdp])
     b_tds = (b_p * b_tdp).to(dtype)
-    store_ds(b_tds, i, N * T, place, options)
+    place.slice(T, T, 1).store(b_tds)
     tds = gl.convert_layout(b_tds, p_l)
     fence_async_shared()
-    mbarrier.arrive(memory.ds_full.index(kept.slot), count=1, pred=i % N == N - 1)
-    if not DEFERRED:
-        b_tdk = accumulated(tds, q, b_tdk)
-        b_tdk, tds = settled(b_tdk, tds)
+    give_back(memory.ds_full, kept)
     b_tdk, ds = settled(b_tdk, ds)
     b_dk, ds = settled(b_dk, ds)
     b_dv, p = settled(b_dv, p)
     b_tdv, pw = settled(b_tdv, pw)
-    if not DEFERRED:
-        give_back(memory.q_empty, use)
     give_back(memory.do_empty, use)
     return tds, b_dk, b_dv, b_tdk, b_tdv
 
@@ -427,7 +340,6 @@ def multiply(i, j, masked, w: gl.constexpr, a_start, sight, tds, b_dk, b_dv, b_t
 def consume(w: gl.constexpr, memory, COMMON, results, scale, ints, selection, options):
     C: gl.constexpr = options.C
     T: gl.constexpr = STREAMED
-    N: gl.constexpr = options.TOGETHER
     GROUPS: gl.constexpr = options.GROUPS
     FEATURES: gl.constexpr = options.FEATURES
     s_l: gl.constexpr = product_layout(T)
@@ -442,7 +354,7 @@ def consume(w: gl.constexpr, memory, COMMON, results, scale, ints, selection, op
     mbarrier.wait(memory.v_full.index(0), 0)
     if FEATURES.key_lengths:
         clean_resident(w, block.key_end - a_start, memory)
-    turn = N * (options.LAG + w) + N - 1
+    turn = options.LAG + w
     if options.CORRECTED:
         turn += gl.load(COMMON + i_b * HK + i_a) * COMMON_KEYS
     i = 0
@@ -451,21 +363,19 @@ def consume(w: gl.constexpr, memory, COMMON, results, scale, ints, selection, op
         sight = selected(
             selection, i_b, block.i_stream + i_g, ints, block.query_end, block.key_end, False, FEATURES
         )  # fmt: skip
-        low, high = tiles_alone(visits, options)
+        low, high = tile_range(visits, options)
         for t in range(low, high):
-            j = tile_alone(t, visits, options)
-            masked = is_masked(t // N, visits, options)
+            j = tile_of(t, visits, options)
+            masked = is_masked(t, visits, options)
             tds, b_dk, b_dv, b_tdk, b_tdv = multiply(
                 i, j, masked, w, a_start, sight, tds, b_dk, b_dv, b_tdk, b_tdv, memory, scale, options
             )  # fmt: skip
             turn = make_dq_in_turn(i, turn, w, memory, options)
             i += 1
-    if FEATURES.deferred:
-        if i > 0:
-            q = rows_from(matrix(memory.q, at(i - 1, options.SLOTS).slot), 0, T)
-            b_tdk = accumulated(tds, q, b_tdk)
-            b_tdk, tds = settled(b_tdk, tds)
-    for more in range(N * options.LAG):
+    if i > 0:
+        b_tdk = accumulated(tds, rows_from(matrix(memory.q, at(i - 1, options.SLOTS).slot), 0, T), b_tdk)
+        b_tdk, tds = settled(b_tdk, tds)
+    for more in range(options.LAG):
         turn = make_dq_in_turn(i + more, turn, w, memory, options)
     # worked out again, as the loop has no registers for it
     block = own(gl.program_id(0) + (i >> 30), ints, selection, options)
@@ -504,7 +414,7 @@ def program(arrays, COMMON, results, scale, ints, selection, options):
     do = tiles(arrays.do, SLOTS, 2)
     lse2, mu = statistics(arrays.lse2, SLOTS), statistics(arrays.mu, SLOTS)
     delta, t_delta = statistics(arrays.delta, SLOTS), statistics(arrays.t_delta, SLOTS)
-    ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, 2 * options.T], ds_l)
+    ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, 2 * T], ds_l)
     dq = gl.allocate_shared_memory(gl.float32, [1, FLOATS, 32], arrays.dq.layout)
     ones = lse2
     rows = lse2
@@ -520,16 +430,12 @@ def program(arrays, COMMON, results, scale, ints, selection, options):
     dq_full, dq_empty = barriers(1, 1), barriers(GROUPS, 1)
     mbarrier.arrive(dq_empty.index(0), count=1)
     cleaned = k_full
-    turn = k_full
     if options.FEATURES.key_lengths:
         cleaned = barriers(1, GROUPS)
-    if options.TURNS:
-        turn = barriers(GROUPS, 1)
-        mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
     memory = Memory(
         k, v, tk, tv, q, do, lse2, mu, delta, t_delta, ds, dq, ones, rows,
-        k_full, v_full, cleaned, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty, turn,
+        k_full, v_full, cleaned, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
     )  # fmt: skip
     gl.warp_specialize([
         (consume, (0, memory, COMMON, results, scale, ints, selection, options)),
@@ -545,8 +451,8 @@ def one_pass_dual(
     MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES, COMMON,
     scale, n, HQ, GROUP, LQ, LK, left, right, of_blocks, of_heads, of_together, of_rest,
     dq_d, rows_d, DK, DV, TDK, TDV,
-    C: gl.constexpr, TOGETHER: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, LAG: gl.constexpr, TURNS: gl.constexpr,
-    CORRECTED: gl.constexpr, RAGGED: gl.constexpr, FEATURES: gl.constexpr,
+    C: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, LAG: gl.constexpr, CORRECTED: gl.constexpr,
+    RAGGED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(
@@ -556,8 +462,8 @@ def one_pass_dual(
         Integers(n, HQ, GROUP, LQ, LK, left, right, 0, 0, 0, of_blocks, of_heads, 0, 0, of_together, of_rest),
         Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         Options(
-            C, TOGETHER * STREAMED, TOGETHER, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, TURNS, FEATURES,
-            has_masked_tiles(FEATURES, False, False), CORRECTED, RAGGED,
+            C, STREAMED, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, FEATURES, has_masked_tiles(FEATURES, False, False),
+            CORRECTED, RAGGED,
         ),
     )  # fmt: skip
 
@@ -611,8 +517,7 @@ def scale_queries_dual(
     SUMS, ROWS, LSE2, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON,
     scale, HQ, GROUP, LQ,
     D_Q, TD_Q,
-    C: gl.constexpr, TOGETHER: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, CORRECTED: gl.constexpr,
-    FEATURES: gl.constexpr,
+    C: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, CORRECTED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """dQ and ḋQ of two tiles of queries."""
     n = gl.cdiv(LQ, TILE)
@@ -625,14 +530,14 @@ def scale_queries_dual(
     x_l: gl.constexpr = gl.SliceLayout(1, product_layout(COLUMNS))
     o_x = gl.arange(0, TILE, layout=x_l)
     SUMS += y * (2 * COLUMNS)
-    T: gl.constexpr = TOGETHER * STREAMED
-    b_dq, b_tdq = (from_sums(SUMS, T),), (from_sums(SUMS + T * COLUMNS, T),)
+    T: gl.constexpr = STREAMED
+    b_dq, b_tdq = (from_sums(SUMS),), (from_sums(SUMS + T * COLUMNS),)
     if CORRECTED:
         if gl.load(COMMON + i_b * (HQ // GROUP) + i_k):
             lse2 = gl.expand_dims(gl.load(LSE2 + y + o_x), 1)
             x = i_bh.to(gl.int64) * LQ + row + o_x
             m_x = row + o_x < LQ
-            # of the tiles together sums of dS, then of ḋS
+            # of each of the two sums of dS, then of ḋS
             o_r = 2 * y + o_x // T * (2 * T) + o_x % T
             excess = excess_of(gl.load(ROWS + o_r), lse2, D_LSE, x, m_x, HAS_D_LSE)
             t_excess = excess_of(gl.load(ROWS + o_r + T), lse2, TD_LSE, x, m_x, HAS_TD_LSE)
@@ -647,15 +552,8 @@ def scale_queries_dual(
 
 
 @gluon.jit
-def from_sums(SUMS, T: gl.constexpr):
-    """[queries, channels] of two tiles, which were added up by so many queries."""
-    like = gl.zeros([COLUMNS, T], gl.float32, product_layout(T))
-    if T == TILE:
-        b_x = stored(SUMS, like).permute((1, 0))
-    else:
-        b_x = (
-            gl.join(stored(SUMS, like), stored(SUMS + 2 * T * COLUMNS, like))
-            .permute((2, 1, 0))
-            .reshape([TILE, COLUMNS])
-        )
-    return gl.convert_layout(b_x, product_layout(COLUMNS))
+def from_sums(SUMS):
+    """[queries, channels] of two tiles of dqᵀ, each of which has its ḋqᵀ behind it."""
+    like = gl.zeros([COLUMNS, STREAMED], gl.float32, product_layout(STREAMED))
+    b_x = gl.join(stored(SUMS, like), stored(SUMS + 2 * STREAMED * COLUMNS, like))
+    return gl.convert_layout(b_x.permute((2, 1, 0)).reshape([TILE, COLUMNS]), product_layout(COLUMNS))
