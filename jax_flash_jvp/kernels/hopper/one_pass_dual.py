@@ -77,7 +77,7 @@ COLUMNS = gl.constexpr(64)  # channels of one, with those that TMA fills up
 GROUPS = gl.constexpr(2)  # as registers hold four sums of 64 rows
 FLOATS = gl.constexpr(4 * 32)  # rows of 32 floats that TMA adds at a time
 # constants as in `one_pass.py`
-Options = namedtuple("Options", "C T SLOTS KEPT GROUPS HEIGHT ROW LAG FEATURES HAS_MASKED CORRECTED RAGGED")
+Options = namedtuple("Options", "C T SLOTS KEPT GROUPS HEIGHT ROW LAG FEATURES HAS_MASKED CORRECTED RAGGED ORDERED")
 # descriptors, of rows with channels as in `ring.py`
 Arrays = namedtuple("Arrays", "q k v do tq tk tv tdo lse2 mu delta t_delta dq rows")
 # shared, and the barriers of each
@@ -463,7 +463,7 @@ def one_pass_dual(
         Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         Options(
             C, STREAMED, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, FEATURES, has_masked_tiles(FEATURES, False, False),
-            CORRECTED, RAGGED,
+            CORRECTED, RAGGED, False,
         ),
     )  # fmt: skip
 
