@@ -175,9 +175,8 @@ def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> 
 def _in_one_pass(call: HopperCall, y, cy) -> Operands:
     """The gradients of q, k and v."""
     x, (o, log_sum_exp), (d_o, d_lse), d = call.x, y, cy, call.head_dim
-    sweep, ring, ordered = call.sweep(by_key=True), config.ONE_PASS[call.width], call.problem.deterministic
-    if call.features.tiles.present:  # blocks of which there are lists have a power of two of rows
-        ring = ring._replace(groups=2)
+    sweep, ordered = call.sweep(by_key=True), call.problem.deterministic
+    ring = sweep.ring_of_one_pass()
     tile, rows, widths = one_pass_kernels.TILE.value, GROUP * ring.groups, column_widths(d)
     query_tiles = call.batch * call.query_heads * triton.cdiv(call.query_length, tile)
     sizes = dict(HQ=call.query_heads, LQ=call.query_length)

@@ -8,7 +8,7 @@ import triton
 
 from jax_flash_jvp.kernels.features import Features
 from jax_flash_jvp.kernels.hopper import config
-from jax_flash_jvp.kernels.hopper.config import GROUP, Ring
+from jax_flash_jvp.kernels.hopper.config import GROUP, OnePass, Ring
 from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE
 
 
@@ -80,9 +80,14 @@ class Sweep:
             least = config.ONE_PASS_ORDERED_FROM.get((width, self.alike), math.inf)
         if min(self.resident, self.seen) < least:
             return False
-        rings = config.ONE_PASS_DUAL if dual else config.ONE_PASS
-        blocks = triton.cdiv(self.resident, GROUP * rings[width].groups) * self.heads
+        groups = config.ONE_PASS_DUAL[width].groups if dual else self.ring_of_one_pass().groups
+        blocks = triton.cdiv(self.resident, GROUP * groups) * self.heads
         return blocks >= config.ONE_PASS_FILLS * triton.cdiv(blocks, concurrent) * concurrent
+
+    def ring_of_one_pass(self) -> OnePass:
+        """Blocks of which there are lists have a power of two of rows."""
+        ring = config.ONE_PASS[config.width_of(self.head_dim)]
+        return ring._replace(groups=2) if self.features.tiles.present else ring
 
     def blocks(self, ring: Ring) -> int:
         return triton.cdiv(self.resident, GROUP * ring.height) * self.heads
