@@ -1027,6 +1027,33 @@ def test_one_pass_dual_broken_elsewhere_fails(monkeypatch, case, old, new):
 
 
 ALL, NO = (True,) * 4, (False,) * 4
+GRADIENTS = (True, True, True, False)
+
+
+@pytest.mark.usefixtures("in_one_pass")
+def test_one_pass_over_a_part_of_the_keys():
+    """As in a ring: results are float32, to be merged, and round to those of keys of which there are no others."""
+    x, tx = operands((1, 100, 200, 2, 1, 64))
+    whole = problem(64, True)
+    o, log_sum_exp, *ty = jobs.forward(gluon_on_numpy.Launcher(), whole, x, tx)
+    y = o, log_sum_exp
+    cy, tcy = ((draw(20 + i, 1, 100, 2, 64), np.float32(oracle.normal(30 + i, 1, 2, 100))) for i in range(2))
+    for deterministic in (False, True):
+        got = []
+        for partial in (False, True):
+            launcher = gluon_on_numpy.Launcher(together="one_pass" if deterministic else None)
+            case = dataclasses.replace(whole, partial=partial, deterministic=deterministic)
+            gradients = jobs.backward(launcher, case, x, y, cy, GRADIENTS)[:3]
+            if not deterministic:
+                gradients += sum(
+                    (d[:3] for d in jobs.backward_dual(launcher, case, x, y, cy, (tx, ty, tcy), *[GRADIENTS] * 2)), ()
+                )
+            names = {"one_pass"} if deterministic else {"one_pass", "one_pass_dual"}
+            assert names <= {name for name, *_ in launcher.launched}
+            got.append(gradients)
+        for of_all, of_part in zip(*got, strict=True):
+            assert of_part.dtype == np.float32
+            np.testing.assert_array_equal(of_part.astype(of_all.dtype), of_all)
 
 
 @pytest.mark.parametrize(
