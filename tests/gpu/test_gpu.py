@@ -322,7 +322,6 @@ def test_one_pass_in_order(monkeypatch, head_dim, causal):
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_one_pass_dual(monkeypatch, causal):
     """Of the gradient through forward and tangent, likewise."""
-
     take_one_pass(monkeypatch)
     x, tx, (g, tg) = jax.tree.map(
         lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands((2, 700, 600, 4, 2, 64, causal))

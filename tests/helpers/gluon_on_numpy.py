@@ -4,8 +4,8 @@ Barriers, tile copies and products mean what they mean on the GPU, but for time.
 coroutines, which go on as far as they can.  By default the last of them, the producer, goes on at once when something becomes
 free, and its copies arrive at once; `late`, they arrive when they are waited for.  A product is computed when it is waited
 for.  So it shows when a tile is given back too early, a result is read too early, or a wait is in vain.  Layouts are not
-looked at, and programs run one after the other, but
-for those of a kernel that runs `together`, all at once, the last ones first wherever they may.
+looked at, and programs run one after the other, but for those of a kernel that runs `together`, all at once, the last ones first
+wherever they may.
 """
 
 import collections

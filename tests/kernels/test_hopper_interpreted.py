@@ -762,14 +762,14 @@ OTHER_RINGS = {
 }  # fmt: skip
 
 
-def check_one_pass(case, launcher):
+def check_one_pass(case, launcher, kernel="one_pass"):
     given = dict(case)
     shape = given.pop("shape")
-    x, _ = operands(shape)
+    x, tx = operands(shape)
     x = x._replace(**{name: given.pop(name) for name in x._fields if name in given})
     case = Problem(scale=shape[-1] ** -0.5, implementation="hopper", **given)
-    check(case, x, NO_TANGENT, launcher=launcher)
-    assert "one_pass" in {name for name, *_ in launcher.launched}
+    check(case, x, tx if kernel == "one_pass_dual" else NO_TANGENT, launcher=launcher)
+    assert kernel in {name for name, *_ in launcher.launched}
 
 
 @pytest.mark.usefixtures("in_one_pass")
@@ -947,16 +947,7 @@ ONE_PASS_DUAL = {
     **{name: dict(dict(shape=SHAPE) | LISTED[name]) for name in ("ranges", "ranges-mask", "blocks")},
 }
 OTHER_DUAL_RINGS = {"lag-2": dict(lag=2), "kept-2": dict(kept=2), "slots-2": dict(slots=2)}
-
-
-def check_one_pass_dual(case, launcher):
-    given = dict(case)
-    shape = given.pop("shape")
-    x, tx = operands(shape)
-    x = x._replace(**{name: given.pop(name) for name in x._fields if name in given})
-    case = Problem(scale=shape[-1] ** -0.5, implementation="hopper", **given)
-    check(case, x, tx, launcher=launcher)
-    assert "one_pass_dual" in {name for name, *_ in launcher.launched}
+check_one_pass_dual = functools.partial(check_one_pass, kernel="one_pass_dual")
 
 
 @pytest.mark.usefixtures("in_one_pass")

@@ -103,9 +103,7 @@ class HopperCall:
         """Of a launch, and the reciprocals of what kernels divide by."""
         blocks = sweep.blocks(ring)
         divisors = dict(
-            of_blocks=blocks // sweep.heads, of_heads=sweep.heads // self.batch, of_tiles=sweep.tiles(ring),
-            of_shared_tiles=schedule.shared_tiles_per_program or 1, of_together=TOGETHER.value,
-            of_rest=sweep.heads % TOGETHER.value or 1,
+            self._divisors(sweep, blocks), of_tiles=sweep.tiles(ring), of_shared_tiles=schedule.shared_tiles_per_program or 1
         )  # fmt: skip
         return dict(
             n=blocks, n_whole=schedule.whole_blocks, shared_tiles=schedule.shared_tiles_per_program,
@@ -116,11 +114,14 @@ class HopperCall:
     def numbers_in_one_pass(self, sweep: Sweep, rows: int) -> dict[str, int]:
         """Those of a launch with one program for each block, of so many keys."""
         blocks = triton.cdiv(self.key_length, rows) * sweep.heads
-        divisors = dict(
+        return dict(n=blocks, **{name: reciprocal(n) for name, n in self._divisors(sweep, blocks).items()})
+
+    def _divisors(self, sweep: Sweep, blocks: int) -> dict[str, int]:
+        """By which `own_block` finds the head and the rows of a block."""
+        return dict(
             of_blocks=blocks // sweep.heads, of_heads=sweep.heads // self.batch, of_together=TOGETHER.value,
             of_rest=sweep.heads % TOGETHER.value or 1,
         )  # fmt: skip
-        return dict(n=blocks, **{name: reciprocal(n) for name, n in divisors.items()})
 
     def _between_programs(self, ring: Ring, schedule: Schedule, handed_over: tuple[int, int]) -> Output | None:
         """The counter from which they take blocks, or the fragments of blocks that they hand over."""

@@ -189,16 +189,23 @@ def blocks_before(j, block, ints, options):
 
 
 @gluon.jit
-def produce(arrays, memory, ints, selection, options):
+def load_keys(x, place, bar, buffers, options):
+    """The block's rows of keys or of values."""
     GROUPS: gl.constexpr = options.GROUPS
+    i_b, i_a, row = place
+    expect(bar, GROUPS, x)
+    for w in gl.static_range(GROUPS):
+        load_resident(x, i_b, i_a, row, bar, buffers, w, w)
+
+
+@gluon.jit
+def produce(arrays, memory, ints, selection, options):
     T: gl.constexpr = options.T
     block = own(gl.program_id(0), ints, selection, options)
     i_b = block.i_b
-    row = block.i_block * (GROUPS * GROUP_ROWS)
     n_tiles = gl.cdiv(ints.LQ, T)
-    expect(memory.k_full.index(0), GROUPS, arrays.k)
-    for w in gl.static_range(GROUPS):
-        load_resident(arrays.k, i_b, block.i_a, row, memory.k_full.index(0), memory.k, w, w)
+    of_keys = (i_b, block.i_a, block.i_block * (options.GROUPS * GROUP_ROWS))
+    load_keys(arrays.k, of_keys, memory.k_full.index(0), memory.k, options)
     i = 0
     for i_g in range(block.group):
         i_h = block.i_stream + i_g
@@ -211,15 +218,11 @@ def produce(arrays, memory, ints, selection, options):
             place = (i_b, i_h, j * T, of_tile * T)
             load_streamed(arrays.q, arrays.lse2, place, use, memory.q, memory.lse2, memory.q_full, memory.q_empty)
             if i == 0:  # v is of no use before q is there
-                expect(memory.v_full.index(0), GROUPS, arrays.v)
-                for w in gl.static_range(GROUPS):
-                    load_resident(arrays.v, i_b, block.i_a, row, memory.v_full.index(0), memory.v, w, w)
+                load_keys(arrays.v, of_keys, memory.v_full.index(0), memory.v, options)
             load_streamed(arrays.do, arrays.delta, place, use, memory.do, memory.delta, memory.do_full, memory.do_empty)
             i += 1
     if i == 0:
-        expect(memory.v_full.index(0), GROUPS, arrays.v)
-        for w in gl.static_range(GROUPS):
-            load_resident(arrays.v, i_b, block.i_a, row, memory.v_full.index(0), memory.v, w, w)
+        load_keys(arrays.v, of_keys, memory.v_full.index(0), memory.v, options)
 
 
 @gluon.jit
@@ -308,7 +311,7 @@ def query_product(i, slot, PART: gl.constexpr, memory, options):
 
 @gluon.jit
 def row_sums(slot, memory, options):
-    """Those of dS of a tile, over all keys of the block: all columns of a product with ones."""
+    """Those of the GROUP_ROWS columns of a place of dS, over all keys of the block: all columns of a product with ones."""
     b_r = gl.zeros([GROUP_ROWS, ONES], gl.float32, product_layout(ONES))
     for w in gl.static_range(options.GROUPS):
         ds = memory.ds.index(options.GROUPS * slot + w)
@@ -589,6 +592,14 @@ def one_pass(
 
 
 @gluon.jit
+def own_queries(LQ):
+    """The number of this program's tile, that of its batch entry and head, and its first row there."""
+    n_tiles = gl.cdiv(LQ, TILE)
+    i = gl.program_id(0)
+    return i, i // n_tiles, (i % n_tiles) * TILE
+
+
+@gluon.jit
 def row_products(X, Y, stride, n, C: gl.constexpr, PART: gl.constexpr):
     """rowsum(x∘y) of a tile, of one part of the columns; zeros from row n on."""
     layout: gl.constexpr = row_layout(width(C, PART))
@@ -607,10 +618,7 @@ def prepare(
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """Of a tile of queries ℓ in base 2, δ, and zeros to add dq to and to count with.  Rows past the end see nothing."""
-    n_tiles = gl.cdiv(LQ, TILE)
-    i = gl.program_id(0)
-    i_bh = i // n_tiles
-    row = (i % n_tiles) * TILE
+    i, i_bh, row = own_queries(LQ)
     i_b, i_h = i_bh // HQ, i_bh % HQ
     x_l: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     end = LQ
@@ -654,10 +662,7 @@ def scale_queries(
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, CORRECTED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries."""
-    n_tiles = gl.cdiv(LQ, TILE)
-    i = gl.program_id(0)
-    i_bh = i // n_tiles
-    row = (i % n_tiles) * TILE
+    i, i_bh, row = own_queries(LQ)
     i_b, i_h = i_bh // HQ, i_bh % HQ
     i_k = i_h // GROUP
     y = i.to(gl.int64) * TILE

@@ -31,7 +31,9 @@ from jax_flash_jvp.kernels.hopper.one_pass import (
     TILE,
     at,
     is_masked,
+    own_queries,
     row_products,
+    row_sums,
     store_zeros,
     tile_of,
     tile_range,
@@ -209,16 +211,6 @@ def key_product(i, slot, keys, N: gl.constexpr, memory, options):
 
 
 @gluon.jit
-def row_sums(slot, memory, options):
-    """Those of dS and of ḋS of a tile, over all keys of the block: all columns of a product with ones."""
-    b_r = gl.zeros([2 * STREAMED, ONES], gl.float32, product_layout(ONES))
-    for w in gl.static_range(options.GROUPS):
-        ds = memory.ds.index(options.GROUPS * slot + w)
-        b_r = warpgroup_mma(ds.permute((1, 0)), memory.ones, b_r, use_acc=w > 0, is_async=True)
-    return gl.max(warpgroup_mma_wait(0, deps=[b_r]), 1)
-
-
-@gluon.jit
 def make_dq(i, w: gl.constexpr, odd, common, memory, options):
     """And ḋq, of the i-th tile."""
     use = at(i, options.KEPT)
@@ -227,7 +219,7 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
     if options.CORRECTED:
         if common:
             mbarrier.wait(memory.dq_empty.index(w), odd)
-            memory.rows.index(0).store(row_sums(use.slot, memory, options))
+            memory.rows.index(0).store(row_sums(use.slot, memory, options))  # of dS, then of ḋS
     b_dq = key_product(i, use.slot, memory.k, 2 * T, memory, options)
     b_more = key_product(i, use.slot, memory.tk, T, memory, options)
     b_dq = warpgroup_mma_wait(options.GROUPS, deps=[b_dq])
@@ -479,10 +471,7 @@ def prepare_dual(
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """Of two tiles of queries ℓ in base 2, μ, δ and δ̇, and zeros to add to.  Rows past the end of the queries see nothing."""
-    n = gl.cdiv(LQ, TILE)
-    i = gl.program_id(0)
-    i_bh = i // n
-    row = (i % n) * TILE
+    i, i_bh, row = own_queries(LQ)
     i_b, i_h = i_bh // HQ, i_bh % HQ
     x_l: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     end = LQ
@@ -520,10 +509,7 @@ def scale_queries_dual(
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, CORRECTED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """dQ and ḋQ of two tiles of queries."""
-    n = gl.cdiv(LQ, TILE)
-    i = gl.program_id(0)
-    i_bh = i // n
-    row = (i % n) * TILE
+    i, i_bh, row = own_queries(LQ)
     i_b, i_h = i_bh // HQ, i_bh % HQ
     i_k = i_h // GROUP
     y = i.to(gl.int64) * TILE
