@@ -289,7 +289,7 @@ def test_same_bits_every_time(shape):
 @pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
 def test_one_pass(monkeypatch, head_dim):
     """Of the backward, which calls as short as these do not take by themselves."""
-    take_one_pass(monkeypatch)
+    taken = take_one_pass(monkeypatch)
     causal = head_dim > 72
     x, _, (g, _) = jax.tree.map(
         lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands((2, 700, 600, 4, 2, head_dim, causal))
@@ -299,6 +299,7 @@ def test_one_pass(monkeypatch, head_dim):
         return jax.vjp(lambda *x: attention(*x, is_causal=causal), *x)[1](g)
 
     got = oracle.evaluate(gradients, by("hopper"), (x, g), "bfloat16")
+    assert taken
     naive, exact = (oracle.evaluate(gradients, oracle.attention, (x, g), d) for d in ("bfloat16", "float64"))
     oracle.assert_close(got, exact, naive)
 
@@ -307,13 +308,14 @@ def test_one_pass(monkeypatch, head_dim):
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (128, True)])
 def test_one_pass_in_order(monkeypatch, head_dim, causal):
     """Has the same bits on every run, where so many blocks add to a tile that some wait."""
-    take_one_pass(monkeypatch)
+    taken = take_one_pass(monkeypatch)
     x, _, (g, _) = jax.tree.map(
         lambda a: jnp.asarray(a, jnp.bfloat16), operands((2, 1700, 1900, 8, 4, head_dim, causal))
     )
     attend = functools.partial(by("hopper"), is_causal=causal, deterministic=True)
     run = jax.jit(lambda x, g: jax.vjp(attend, *x)[1](g))
     first = jax.tree.map(np.asarray, run(x, g))
+    assert taken
     for _ in range(20):
         jax.tree.map(np.testing.assert_array_equal, first, jax.tree.map(np.asarray, run(x, g)))
 
@@ -322,7 +324,7 @@ def test_one_pass_in_order(monkeypatch, head_dim, causal):
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_one_pass_dual(monkeypatch, causal):
     """Of the gradient through forward and tangent, likewise."""
-    take_one_pass(monkeypatch)
+    taken = take_one_pass(monkeypatch)
     x, tx, (g, tg) = jax.tree.map(
         lambda a: a.astype(jnp.bfloat16).astype(np.float64), operands((2, 700, 600, 4, 2, 64, causal))
     )
@@ -332,6 +334,7 @@ def test_one_pass_dual(monkeypatch, causal):
         return jax.vjp(both, x, tx)[1](g)
 
     got = oracle.evaluate(gradients, by("hopper"), (x, tx, (g, tg)), "bfloat16")
+    assert "_dual_in_one_pass" in taken
     naive, exact = (oracle.evaluate(gradients, oracle.attention, (x, tx, (g, tg)), d) for d in ("bfloat16", "float64"))
     oracle.assert_close(got, exact, naive)
 
