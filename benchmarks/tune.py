@@ -97,7 +97,8 @@ def prepared(shape: Shape) -> Callable[[], list[torch.Tensor]]:
 def spills() -> dict[int, int]:
     """Bytes that a thread spills, by kernel that this process has loaded."""
     caches = [kernel.device_caches[torch.cuda.current_device()][0] for kernel in TUNED]
-    return {id(k): 4 * k.n_spills for cache in caches for k in cache.values()}
+    loaded = (k for cache in caches for k in cache.values() if hasattr(k, "n_spills"))  # one that does not fit is not
+    return {id(k): 4 * k.n_spills for k in loaded}
 
 
 def compiled(shape: Shape, candidate: Any) -> int | str:

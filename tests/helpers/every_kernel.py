@@ -63,7 +63,9 @@ def job(family, kind, head_dim, name, deterministic):
     if kind == "dropout":
         problem = dataclasses.replace(problem, dropout_rate=0.3)
         x = x._replace(seed=integers(3, 4, 0, 0, 0).expand(batch, 5).contiguous())
-    if kind.startswith("long") and not deterministic:
+    if kind.startswith("long"):
+        if deterministic:
+            config.ONE_PASS_ORDERED_FROM = dict.fromkeys(itertools.product(config.ONE_PASS, (False, True)), 0)
         config.ONE_PASS_FROM = dict.fromkeys(config.ONE_PASS, 0)
         config.ONE_PASS_DUAL_FROM = dict.fromkeys(config.ONE_PASS_DUAL, 0)
         config.ONE_PASS_FILLS = 0

@@ -4,15 +4,16 @@ import functools
 import itertools
 
 
-def take_one_pass(monkeypatch):
-    """Wherever a kernel of one pass serves the call, in order where bits are to be the same on every run.  Returns a list to
-    which each job is added that does so."""
+def take_one_pass(monkeypatch, in_order=False):
+    """Wherever a kernel of one pass serves the call, the plain one in order where it can, or in any; the dual one is in order
+    where it can by itself.  Returns a list to which each job is added that does so."""
     from jax_flash_jvp.kernels.hopper import config, jobs
 
+    widths = config.ONE_PASS
     tables = {
-        "ONE_PASS_FROM": config.ONE_PASS,
+        "ONE_PASS_FROM": widths,
         "ONE_PASS_DUAL_FROM": config.ONE_PASS_DUAL,
-        "ONE_PASS_ORDERED_FROM": itertools.product(config.ONE_PASS, (False, True)),
+        "ONE_PASS_ORDERED_FROM": itertools.product(widths, (False, True)) if in_order else (),
     }
     for name, keys in tables.items():
         monkeypatch.setattr(config, name, dict.fromkeys(keys, 0))

@@ -71,7 +71,6 @@ def launches(job, head_dim, kind):
         scale=0.125,
         is_causal=kind == "causal-ragged",
         implementation="hopper",
-        deterministic=job == "one_pass_in_order",
     )
     if kind == "window-lengths":
         problem = dataclasses.replace(problem, window=(length // 2 if long else 100, 10))
@@ -101,7 +100,7 @@ def launches(job, head_dim, kind):
         "query_side_dual": lambda: dual(QUERY, QUERY),
         "key_side_tangent": lambda: dual(NOTHING, both),
         "query_side_tangent": lambda: dual(NOTHING, QUERY),
-        **dict.fromkeys(("one_pass", "one_pass_in_order"), lambda: backward((True, True, True))),
+        "one_pass": lambda: backward((True, True, True)),
         "one_pass_dual": lambda: dual((True, True, True), (True, True, True)),
     }[job]()
     return {kernel.__name__: (kernel, *rest) for kernel, *rest in recorder.launches}
@@ -257,13 +256,15 @@ def test_one_pass_dual_compiles(monkeypatch, kind):
     ("head_dim", "kind"),
     [
         pytest.param(d, kind, marks=[pytest.mark.slow] * (kind != "whole"))
-        for d, kind in ((64, "whole"), (128, "causal-ragged"), (64, "window-lengths"))
+        for d, kind in ((64, "whole"), (128, "causal-ragged"), (64, "window-lengths"), ("64 dual", "causal-ragged"))
     ],
 )
 def test_one_pass_in_order_compiles(monkeypatch, head_dim, kind):
     """What is added is waited for, and a fence comes before it is counted."""
-    take_one_pass(monkeypatch)
-    kernel, signature, constants, options = launches("one_pass_in_order", head_dim, f"long-{kind}")["one_pass"]
+    take_one_pass(monkeypatch, in_order=True)
+    name = "one_pass_dual" if head_dim == "64 dual" else "one_pass"
+    kernel, signature, constants, options = launches(name, int(str(head_dim).split()[0]), f"long-{kind}")[name]
+    assert constants["ORDERED"]
     resources = compiled(kernel, signature, constants, capability=90, **options)
     assert resources.warnings == ()
     assert resources.fits(90)

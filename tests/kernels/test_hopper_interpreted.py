@@ -743,6 +743,11 @@ def in_one_pass(monkeypatch):
     take_one_pass(monkeypatch)
 
 
+@pytest.fixture
+def in_order(monkeypatch):
+    take_one_pass(monkeypatch, in_order=True)
+
+
 ONE_PASS = {
     "D64": dict(shape=(1, 200, 300, 2, 1, 64)),
     "D128-causal": dict(shape=(2, 130, 200, 2, 1, 128), is_causal=True),
@@ -862,37 +867,41 @@ IN_ORDER = {
 }
 
 
-def check_order(case, *change, late=False, deterministic=True):
+def check_order(case, *change, late=False, kernel="one_pass"):
     """Programs that run together, the last ones first, add in the order of their blocks."""
-    launcher = gluon_on_numpy.Launcher(*change, late=late, together="one_pass")
-    check_one_pass(dict(IN_ORDER[case], deterministic=deterministic), launcher)
+    launcher, given = gluon_on_numpy.Launcher(*change, late=late, together=kernel), dict(IN_ORDER[case])
+    if kernel == "one_pass_dual":
+        given["shape"] = *given["shape"][:-1], 64
+    check_one_pass(given, launcher, kernel)
     assert max(map(len, launcher.added.values())) > 1
     for programs in launcher.added.values():
         assert programs == sorted(programs), "out of order"
 
 
-@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.usefixtures("in_order")
+@pytest.mark.parametrize("kernel", ["one_pass", "one_pass_dual"])
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "window")) for n in IN_ORDER])
-def test_one_pass_in_order(case, late):
-    check_order(case, late=late)
+def test_one_pass_in_order(case, late, kernel):
+    check_order(case, late=late, kernel=kernel)
 
 
 @pytest.mark.usefixtures("in_one_pass")
 @pytest.mark.thorough
 def test_one_pass_in_no_order():
     with pytest.raises(AssertionError, match="out of order"):
-        check_order("all-keys", deterministic=False)
+        check_order("all-keys")
 
 
-@pytest.mark.usefixtures("in_one_pass")
+@pytest.mark.usefixtures("in_order")
+@pytest.mark.parametrize("kernel", ["one_pass", "one_pass_dual"])
 @pytest.mark.parametrize(
     ("case", "old", "new"),
     [
         ("all-keys", "await_count(COUNTS + of_tile, blocks_before(j, block, ints, options), seen)", "pass"),
         ("all-keys", "cp.async.bulk.wait_group 0;", ""),
         ("all-keys", "counted(COUNTS + of_tile, 0, ADDED)", "pass"),
-        ("all-keys", "gl.store(COUNTS + i, 0)", "pass"),
+        ("all-keys", ("gl.store(COUNTS + i, 0)", "gl.store(COUNTS + 2 * i + 1, 0)"), "pass"),
         ("all-keys", "        seen = gl.full(", "        seen = seen if i_g else gl.full("),
         ("window", "return block.i_block - first", "return block.i_block"),
         ("left", "j * options.T - ints.left, 0)", "j * options.T - ints.left, 0) + options.T"),
@@ -900,16 +909,17 @@ def test_one_pass_in_no_order():
     ids=["in-no-order", "counted-early", "not-counted", "no-zeros", "count-of-another-head", "too-many", "too-few"],
 )
 @pytest.mark.thorough
-def test_one_pass_out_of_order_fails(case, old, new):
+def test_one_pass_out_of_order_fails(case, old, new, kernel):
+    old = old if isinstance(old, str) else old[kernel == "one_pass_dual"]
     with pytest.raises(AssertionError):
-        check_order(case, old, new)
+        check_order(case, old, new, kernel=kernel)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("length", "heads"), [(1024, 24), (2048, 24), (2048, 14), (2048, 12)])
 def test_when_the_backward_takes_one_pass(monkeypatch, length, heads, deterministic):
-    """In long sequences that fill the GPU, where all gradients are wanted; for equal bits on every run if all keys are seen.
-    Blocks of which there are lists are smaller, and so more."""
+    """In long sequences that fill the GPU, where all gradients are wanted; in order where that takes hardly longer, and, if bits
+    are to be the same on every run, only then.  Blocks of which there are lists are smaller, and so more."""
     monkeypatch.setattr(config, "ONE_PASS_FROM", {64: 2048})
     monkeypatch.setattr(config, "ONE_PASS_ORDERED_FROM", {(64, True): 2048})
     recorder = Recorder(90)
@@ -921,13 +931,15 @@ def test_when_the_backward_takes_one_pass(monkeypatch, length, heads, determinis
         recorder.launches.clear()
         case = Problem(scale=0.1, implementation="hopper", deterministic=deterministic, **features)
         jobs.backward(recorder, case, x, (o, statistic), (o, None), (*want, False))
-        return "one_pass" in {kernel.__name__ for kernel, *_ in recorder.launches}
+        sums = [c["ORDERED"] for kernel, _, c, _ in recorder.launches if kernel.__name__ == "one_pass"]
+        return sums and "in order" if sums == [True] else bool(sums) and "in any order"
 
     long = (length, heads) in [(2048, 24), (2048, 12)]
-    assert in_one_pass(True, True, True) == long
-    assert in_one_pass(True, True, True, is_causal=True) == (long and not deterministic)
+    assert in_one_pass(True, True, True) == (long and "in order")
+    otherwise = not deterministic and "in any order"
+    assert in_one_pass(True, True, True, is_causal=True) == (long and otherwise)
     documents = x._replace(query_segments=segments, key_segments=segments)
-    assert in_one_pass(True, True, True, x=documents) == (long and heads == 24 and not deterministic)
+    assert in_one_pass(True, True, True, x=documents) == (long and heads == 24 and otherwise)
     assert not in_one_pass(False, True, True)
 
 
@@ -1021,30 +1033,28 @@ ALL, NO = (True,) * 4, (False,) * 4
 GRADIENTS = (True, True, True, False)
 
 
-@pytest.mark.usefixtures("in_one_pass")
-def test_one_pass_over_a_part_of_the_keys():
+@pytest.mark.parametrize("in_order", [False, True])
+def test_one_pass_over_a_part_of_the_keys(monkeypatch, in_order):
     """As in a ring: results are float32, to be merged, and round to those of keys of which there are no others."""
     x, tx = operands((1, 100, 200, 2, 1, 64))
     whole = problem(64, True)
     o, log_sum_exp, *ty = jobs.forward(gluon_on_numpy.Launcher(), whole, x, tx)
     y = o, log_sum_exp
     cy, tcy = ((draw(20 + i, 1, 100, 2, 64), np.float32(oracle.normal(30 + i, 1, 2, 100))) for i in range(2))
-    for deterministic in (False, True):
-        got = []
-        for partial in (False, True):
-            launcher = gluon_on_numpy.Launcher(together="one_pass" if deterministic else None)
-            case = dataclasses.replace(whole, partial=partial, deterministic=deterministic)
-            gradients = jobs.backward(launcher, case, x, y, cy, GRADIENTS)[:3]
-            if not deterministic:
-                gradients += sum(
-                    (d[:3] for d in jobs.backward_dual(launcher, case, x, y, cy, (tx, ty, tcy), *[GRADIENTS] * 2)), ()
-                )
-            names = {"one_pass"} if deterministic else {"one_pass", "one_pass_dual"}
-            assert names <= {name for name, *_ in launcher.launched}
-            got.append(gradients)
-        for of_all, of_part in zip(*got, strict=True):
-            assert of_part.dtype == np.float32
-            np.testing.assert_array_equal(of_part.astype(of_all.dtype), of_all)
+    take_one_pass(monkeypatch, in_order)
+    got = []
+    for partial in (False, True):
+        launcher = gluon_on_numpy.Launcher()
+        case = dataclasses.replace(whole, partial=partial)
+        gradients = jobs.backward(launcher, case, x, y, cy, GRADIENTS)[:3]
+        gradients += sum(
+            (d[:3] for d in jobs.backward_dual(launcher, case, x, y, cy, (tx, ty, tcy), *[GRADIENTS] * 2)), ()
+        )
+        assert {"one_pass", "one_pass_dual"} <= {name for name, *_ in launcher.launched}
+        got.append(gradients)
+    for of_all, of_part in zip(*got, strict=True):
+        assert of_part.dtype == np.float32
+        np.testing.assert_array_equal(of_part.astype(of_all.dtype), of_all)
 
 
 @pytest.mark.parametrize(
@@ -1053,7 +1063,9 @@ def test_one_pass_over_a_part_of_the_keys():
         (dict(), True),
         (dict(length=1024, heads=16), False),
         (dict(heads=2), False),
-        (dict(deterministic=True), False),
+        (dict(deterministic=True), True),
+        (dict(documents=True), True),
+        (dict(documents=True, deterministic=True), False),
         (dict(head_dim=32), False),
         (dict(head_dim=48), True),
         (dict(want=(False, True, True, False)), False),
@@ -1065,10 +1077,11 @@ def test_one_pass_over_a_part_of_the_keys():
     ids=str,
 )
 def test_when_the_dual_backward_takes_one_pass(change, taken):
-    """In long sequences that fill the GPU, where all gradients and tangents are wanted, along everything, and need not have the
-    same bits on every run."""
+    """In long sequences that fill the GPU, where all gradients and tangents are wanted, along everything; in order but for lists of
+    tiles."""
     given = (
-        dict(length=2048, heads=8, head_dim=64, deterministic=False, want=ALL, want_tangent=ALL, without=None) | change
+        dict(length=2048, heads=8, head_dim=64, deterministic=False, documents=False, want=ALL, want_tangent=ALL, without=None)
+        | change
     )
     length, heads = given["length"], given["heads"]
     recorder = Recorder(90)
@@ -1076,6 +1089,9 @@ def test_when_the_dual_backward_takes_one_pass(change, taken):
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, heads, length), jnp.float32)
     case = Problem(scale=0.1, implementation="hopper", deterministic=given["deterministic"])
     tx = x._replace(key=None) if given["without"] == "key" else x
+    if given["documents"]:
+        x = x._replace(**dict.fromkeys(("query_segments", "key_segments"), jax.ShapeDtypeStruct((1, length), jnp.int32)))
     along = (tx, (o, statistic), (None if given["without"] == "cotangent" else o, None))
     jobs.backward_dual(recorder, case, x, (o, statistic), (o, None), along, given["want"], given["want_tangent"])
-    assert ("one_pass_dual" in {kernel.__name__ for kernel, *_ in recorder.launches}) == taken
+    sums = [c["ORDERED"] for kernel, _, c, _ in recorder.launches if kernel.__name__ == "one_pass_dual"]
+    assert sums == [not given["documents"]] * taken

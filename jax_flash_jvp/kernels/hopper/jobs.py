@@ -168,15 +168,15 @@ def _forward(call: HopperCall, tx: Operands, saved=None):
 def backward(launcher: Launcher, problem: Problem, x: Operands, y, cy, want) -> Operands:
     if all(want[:3]):
         call = HopperCall(launcher, problem, x, one_pass_kernels.one_pass)
-        if call.sweep(by_key=True).in_one_pass(dual=False, ordered=problem.deterministic):
-            return _in_one_pass(call, y, cy)
+        if sums := call.sweep(by_key=True).in_one_pass(dual=False, deterministic=problem.deterministic):
+            return _in_one_pass(call, y, cy, sums == "in order")
     return backward_dual(launcher, problem, x, y, cy, (NO_TANGENT, (None, None), (None, None)), want, (False,) * 4)[0]
 
 
-def _in_one_pass(call: HopperCall, y, cy) -> Operands:
+def _in_one_pass(call: HopperCall, y, cy, ordered: bool) -> Operands:
     """The gradients of q, k and v."""
     x, (o, log_sum_exp), (d_o, d_lse), d = call.x, y, cy, call.head_dim
-    sweep, ordered = call.sweep(by_key=True), call.problem.deterministic
+    sweep = call.sweep(by_key=True)
     ring = sweep.ring_of_one_pass()
     tile, rows, widths = one_pass_kernels.TILE.value, GROUP * ring.groups, column_widths(d)
     query_tiles = call.batch * call.query_heads * triton.cdiv(call.query_length, tile)
@@ -236,7 +236,7 @@ def _in_one_pass(call: HopperCall, y, cy) -> Operands:
     return Operands(query["D_Q"], got["DK"], got["DV"])
 
 
-def _dual_in_one_pass(call: HopperCall, y, cy, tangents) -> tuple[Operands, Operands]:
+def _dual_in_one_pass(call: HopperCall, y, cy, tangents, ordered: bool) -> tuple[Operands, Operands]:
     """The gradients of q, k and v, and their tangents."""
     tx, (t_o, mu), (t_d_o, t_d_lse) = tangents
     x, (o, log_sum_exp), (d_o, d_lse), d = call.x, y, cy, call.head_dim
@@ -257,7 +257,8 @@ def _dual_in_one_pass(call: HopperCall, y, cy, tangents) -> tuple[Operands, Oper
             dict(
                 LSE2=statistic, MU_OUT=statistic, DELTA=statistic, T_DELTA=statistic,
                 DQ=Output((queries // tile * floats, 32), "float32"), ROWS=Output((2 * queries,), "float32"),
-            ), dict(C=d, **has, FEATURES=call.features), config.WARPS, num_stages=1,
+                COUNTS=Output((queries // tile,), "int32") if ordered else None,
+            ), dict(C=d, **has, ORDERED=ordered, FEATURES=call.features), config.WARPS, num_stages=1,
         )
     )  # fmt: skip
     query_ring = call.sweep(by_key=False).ring(config.QUERY_SIDE[call.width, "dual"])
@@ -279,12 +280,13 @@ def _dual_in_one_pass(call: HopperCall, y, cy, tangents) -> tuple[Operands, Oper
             ), dict(call.scalars, **numbers),
             dict(
                 dq_d=InPlace(Blocks(made["DQ"], (floats, 32))), rows_d=InPlace(Blocks(made["ROWS"], (2 * tile,))),
+                COUNTS=InPlace(made["COUNTS"]) if ordered else None,
                 **dict.fromkeys(("DK", "DV", "TDK", "TDV"), call.key_gradient),
             ),
             dict(
                 C=d, SLOTS=ring.slots, KEPT=ring.kept, LAG=ring.lag, **corrected,
-                RAGGED=call.features.key_lengths or call.key_length % rows > 0,
-                FEATURES=dataclasses.replace(call.features, one_loop=sweep.one_loop),
+                RAGGED=call.features.key_lengths or call.key_length % rows > 0, ORDERED=ordered,
+                FEATURES=dataclasses.replace(call.features, one_loop=sweep.one_loop, heads_in_turn=ordered),
             ), config.WARPS, num_stages=1, registers=config.REGISTERS[ring.groups],
         )
     )  # fmt: skip
@@ -326,8 +328,8 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
     given = (*tx[:3], t_d_o)
     if all((*want[:3], *want_tangent[:3])) and all(a is not None for a in given):
         call = HopperCall(launcher, problem, x, dual_kernels.one_pass_dual)
-        if call.sweep(by_key=True).in_one_pass(dual=True, ordered=problem.deterministic):
-            return _dual_in_one_pass(call, y, cy, tangents)
+        if sums := call.sweep(by_key=True).in_one_pass(dual=True, deterministic=problem.deterministic):
+            return _dual_in_one_pass(call, y, cy, tangents, sums == "in order")
     dual, want, want_tangent = any(want_tangent), Operands(*want), Operands(*want_tangent)
     call = HopperCall(launcher, problem, x, backward_kernels.backward, lists_counted=not dual)
     query = ((x.query, tx.query), (d_o, t_d_o))

@@ -25,11 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from jax_flash_jvp.kernels.hopper.backward import excess_of, own, visits_of_head
 from jax_flash_jvp.kernels.hopper.one_pass import (
+    ADDED,
     COMMON_KEYS,
+    LOOK,
     ODD,
     ONES,
     TILE,
     at,
+    await_count,
+    blocks_before,
     is_masked,
     own_queries,
     row_products,
@@ -56,7 +60,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     without_mean,
     zeroed,
 )
-from jax_flash_jvp.kernels.hopper.programs import Integers, aligned, by_thread, stored
+from jax_flash_jvp.kernels.hopper.programs import Integers, aligned, by_thread, counted, stored
 from jax_flash_jvp.kernels.hopper.ring import (
     add_async,
     async_load,
@@ -158,8 +162,9 @@ def produce(arrays, memory, ints, selection, options):
 
 
 @gluon.jit
-def add(arrays, memory, COMMON, ints, selection, options):
+def add(arrays, memory, COMMON, COUNTS, ints, selection, options):
     """The warp that has TMA add dqᵀ and ḋqᵀ, and row sums, to what other blocks have made of them."""
+    ORDERED: gl.constexpr = options.ORDERED
     block = own(gl.program_id(0), ints, selection, options)
     i_b = block.i_b
     n_tiles = tiles_of_queries(ints.LQ)
@@ -171,16 +176,24 @@ def add(arrays, memory, COMMON, ints, selection, options):
         i_h = block.i_stream + i_g
         visits = visits_of_head(i_g, block, ints, selection, options)
         low, high = tile_range(visits, options)
+        seen = gl.full([32], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         for t in range(low, high):
-            of_tile = (i_b * ints.HQ + i_h) * n_tiles + tile_of(t, visits, options)
+            j = tile_of(t, visits, options)
+            of_tile = (i_b * ints.HQ + i_h) * n_tiles + j
+            if ORDERED:
+                await_count(COUNTS + of_tile, blocks_before(j, block, ints, options), seen)
             wait(memory.dq_full, at(i, 1))
             if options.CORRECTED:
                 if common:
                     add_async(arrays.rows, [of_tile * (2 * STREAMED)], memory.rows.index(0))
             add_async(arrays.dq, [of_tile * FLOATS, 0], memory.dq.index(0))
+            if ORDERED:
+                seen = counted(COUNTS + gl.maximum(of_tile - 1, 0), 0, LOOK)
             tma.store_wait(0)  # until it is read
             i += 1
             mbarrier.arrive(memory.dq_empty.index(i % options.GROUPS), count=1)
+            if ORDERED:
+                counted(COUNTS + of_tile, 0, ADDED)
 
 
 # ------------------------------------------------------------------------------------------------ the warpgroups that multiply
@@ -392,7 +405,7 @@ def statistics(desc, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def program(arrays, COMMON, results, scale, ints, selection, options):
+def program(arrays, COMMON, COUNTS, results, scale, ints, selection, options):
     """Its shared memory, its warps."""
     T: gl.constexpr = STREAMED
     GROUPS: gl.constexpr = options.GROUPS
@@ -432,7 +445,7 @@ def program(arrays, COMMON, results, scale, ints, selection, options):
     gl.warp_specialize([
         (consume, (0, memory, COMMON, results, scale, ints, selection, options)),
         (consume, (1, memory, COMMON, results, scale, ints, selection, options)),
-        (add, (arrays, memory, COMMON, ints, selection, options)),
+        (add, (arrays, memory, COMMON, COUNTS, ints, selection, options)),
         (produce, (arrays, memory, ints, selection, options)),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
@@ -442,20 +455,20 @@ def one_pass_dual(
     q_d, k_d, v_d, do_d, tq_d, tk_d, tv_d, tdo_d, lse2_d, mu_d, delta_d, t_delta_d,
     MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES, COMMON,
     scale, n, HQ, GROUP, LQ, LK, left, right, of_blocks, of_heads, of_together, of_rest,
-    dq_d, rows_d, DK, DV, TDK, TDV,
+    dq_d, rows_d, COUNTS, DK, DV, TDK, TDV,
     C: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, LAG: gl.constexpr, CORRECTED: gl.constexpr,
-    RAGGED: gl.constexpr, FEATURES: gl.constexpr,
+    RAGGED: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(
         Arrays(
             (q_d,), (k_d,), (v_d,), (do_d,), (tq_d,), (tk_d,), (tv_d,), (tdo_d,), lse2_d, mu_d, delta_d, t_delta_d, dq_d, rows_d
-        ), COMMON, Results(DK, DV, TDK, TDV), scale,
+        ), COMMON, COUNTS, Results(DK, DV, TDK, TDV), scale,
         Integers(n, HQ, GROUP, LQ, LK, left, right, 0, 0, 0, of_blocks, of_heads, 0, 0, of_together, of_rest),
         Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         Options(
             C, STREAMED, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, FEATURES, has_masked_tiles(FEATURES, False, False),
-            CORRECTED, RAGGED, False,
+            CORRECTED, RAGGED, ORDERED,
         ),
     )  # fmt: skip
 
@@ -467,10 +480,10 @@ def one_pass_dual(
 def prepare_dual(
     O, DO, TO, TDO, LSE, MU, D_LSE, TD_LSE, Q_LENGTHS,
     HQ, LQ,
-    LSE2, MU_OUT, DELTA, T_DELTA, DQ, ROWS,
-    C: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, FEATURES: gl.constexpr,
+    LSE2, MU_OUT, DELTA, T_DELTA, DQ, ROWS, COUNTS,
+    C: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
-    """Of two tiles of queries ℓ in base 2, μ, δ and δ̇, and zeros to add to.  Rows past the end of the queries see nothing."""
+    """Of two tiles of queries ℓ in base 2, μ, δ and δ̇, and zeros to add to and to count with.  Rows past the end of the queries see nothing."""
     i, i_bh, row = own_queries(LQ)
     i_b, i_h = i_bh // HQ, i_bh % HQ
     x_l: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -498,6 +511,9 @@ def prepare_dual(
     zeros = gl.zeros([TILE], gl.float32, x_l)
     gl.store(ROWS + 2 * y + o_x, zeros)
     gl.store(ROWS + 2 * y + TILE + o_x, zeros)
+    if ORDERED:
+        gl.store(COUNTS + 2 * i, 0)
+        gl.store(COUNTS + 2 * i + 1, 0)
     store_zeros(DQ + y * (2 * COLUMNS), 2 * COLUMNS)
 
 

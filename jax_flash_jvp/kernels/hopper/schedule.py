@@ -69,20 +69,23 @@ class Sweep:
             return False
         return self.seen <= config.ONE_LOOP
 
-    def in_one_pass(self, dual: bool, ordered: bool) -> bool:
-        """Is the backward to go once over the scores, and add in order?  If so, this is the sweep, by key."""
-        width, concurrent = config.width_of(self.head_dim), self.multiprocessors or 1
-        if not ordered:
-            least = (config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM).get(width, math.inf)
-        elif dual or self.features.tiles.present:  # of lists, nobody knows how many blocks before another visit a tile
-            return False
-        else:
-            least = config.ONE_PASS_ORDERED_FROM.get((width, self.alike), math.inf)
-        if min(self.resident, self.seen) < least:
-            return False
+    def in_one_pass(self, dual: bool, deterministic: bool) -> Literal["in order", "in any order"] | None:
+        """Is the backward to go once over the scores, and how is it to add dq up?  If so, this is the sweep, by key."""
+        width, concurrent, length = config.width_of(self.head_dim), self.multiprocessors or 1, min(self.resident, self.seen)
+        table = config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM
+        if length < table.get(width, math.inf):
+            return None
+        # of lists, nobody knows how many blocks before another visit a tile
+        orders = not self.features.tiles.present and (
+            dual or length >= config.ONE_PASS_ORDERED_FROM.get((width, self.alike), math.inf)
+        )
+        if deterministic and not orders:
+            return None
         groups = config.ONE_PASS_DUAL[width].groups if dual else self.ring_of_one_pass().groups
         blocks = triton.cdiv(self.resident, GROUP * groups) * self.heads
-        return blocks >= config.ONE_PASS_FILLS * triton.cdiv(blocks, concurrent) * concurrent
+        if blocks < config.ONE_PASS_FILLS * triton.cdiv(blocks, concurrent) * concurrent:
+            return None
+        return "in order" if orders else "in any order"
 
     def ring_of_one_pass(self) -> OnePass:
         """Blocks of which there are lists have a power of two of rows."""
