@@ -66,11 +66,11 @@ class MeanFlow:
         return nnx.merge(self.model, parameters)(z, (t, t - r), labels)
 
     def sample_times(self, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
-        """r ≤ t, both logit-normal; r = t for the first `equal_times` of the batch."""
+        """r ≤ t, both logit-normal; r = t for the first `equal_times` of the batch, rounded down."""
         config = self.config
         times = nnx.sigmoid(config.time_mean + config.time_deviation * jax.random.normal(key, (2, batch)))
         r, t = times.min(0), times.max(0)
-        return jnp.where(jnp.arange(batch) < round(config.equal_times * batch), t, r), t
+        return jnp.where(jnp.arange(batch) < int(config.equal_times * batch), t, r), t
 
     def loss(
         self, parameters: Parameters, key: jax.Array, x: jax.Array, labels: jax.Array

@@ -65,12 +65,12 @@ class MeanFlow(nn.Module):
         return self.network(z, (t, t - r), labels)
 
     def draw(self, generator: torch.Generator, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-        """Noise e, and times r ≤ t, both logit-normal; r = t for the first `equal_times` of the batch."""
+        """Noise e, and times r ≤ t, both logit-normal; r = t for the first `equal_times` of the batch, rounded down."""
         config, options = self.config, dict(generator=generator, device=generator.device)
         e = torch.randn(shape, **options)
         times = torch.sigmoid(config.time_mean + config.time_deviation * torch.randn(2, shape[0], **options))
         r, t = times.amin(0), times.amax(0)
-        equal = torch.arange(shape[0], device=t.device) < round(config.equal_times * shape[0])
+        equal = torch.arange(shape[0], device=t.device) < int(config.equal_times * shape[0])
         return e, torch.where(equal, t, r), t
 
     def forward(self, x: Tensor, labels: Tensor, e: Tensor, r: Tensor, t: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -59,7 +59,7 @@ class MeanFlow:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         time_key, noise_key = jax.random.split(key)
         times = nnx.sigmoid(-0.4 + jax.random.normal(time_key, (2, *x.shape[:2])))
-        equal = jnp.arange(len(x))[:, None] < round(self.config.equal_times * len(x))
+        equal = jnp.arange(len(x))[:, None] < int(self.config.equal_times * len(x))
         r, t = jnp.where(equal, times.max(0), times.min(0)), times.max(0)
         e = jax.random.normal(noise_key, x.shape)
         z, v = _expand(1 - t) * x + _expand(t) * e, e - x

@@ -51,12 +51,12 @@ class MeanFlow(nn.Module):
         return self.network(clean, z, (t, t - r), labels)
 
     def draw(self, generator: torch.Generator, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-        """Noise e, and times r ≤ t, both logit-normal; r = t for the first `equal_times` of the batch."""
+        """Noise e, and times r ≤ t, both logit-normal; r = t for the first `equal_times` of the batch, rounded down."""
         options = dict(generator=generator, device=generator.device)
         e = torch.randn(shape, **options)
         first, second = torch.sigmoid(-0.4 + torch.randn(2, *shape[:2], **options))
         r, t = torch.minimum(first, second), torch.maximum(first, second)
-        equal = torch.arange(shape[0], device=t.device)[:, None] < round(self.config.equal_times * shape[0])
+        equal = torch.arange(shape[0], device=t.device)[:, None] < int(self.config.equal_times * shape[0])
         return e, torch.where(equal, t, r), t
 
     def forward(self, x: Tensor, labels: Tensor, e: Tensor, r: Tensor, t: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

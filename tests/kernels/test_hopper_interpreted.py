@@ -1077,10 +1077,19 @@ def test_one_pass_over_a_part_of_the_keys(monkeypatch, in_order):
     ids=str,
 )
 def test_when_the_dual_backward_takes_one_pass(change, taken):
-    """In long sequences that fill the GPU, where all gradients and tangents are wanted, along everything; in order but for lists of
-    tiles."""
+    """In long sequences that fill the GPU, where all gradients and tangents are wanted, along everything; in order but where
+    tiles are listed."""
     given = (
-        dict(length=2048, heads=8, head_dim=64, deterministic=False, documents=False, want=ALL, want_tangent=ALL, without=None)
+        dict(
+            length=2048,
+            heads=8,
+            head_dim=64,
+            deterministic=False,
+            documents=False,
+            want=ALL,
+            want_tangent=ALL,
+            without=None,
+        )
         | change
     )
     length, heads = given["length"], given["heads"]
@@ -1090,7 +1099,9 @@ def test_when_the_dual_backward_takes_one_pass(change, taken):
     case = Problem(scale=0.1, implementation="hopper", deterministic=given["deterministic"])
     tx = x._replace(key=None) if given["without"] == "key" else x
     if given["documents"]:
-        x = x._replace(**dict.fromkeys(("query_segments", "key_segments"), jax.ShapeDtypeStruct((1, length), jnp.int32)))
+        x = x._replace(
+            **dict.fromkeys(("query_segments", "key_segments"), jax.ShapeDtypeStruct((1, length), jnp.int32))
+        )
     along = (tx, (o, statistic), (None if given["without"] == "cotangent" else o, None))
     jobs.backward_dual(recorder, case, x, (o, statistic), (o, None), along, given["want"], given["want_tangent"])
     sums = [c["ORDERED"] for kernel, _, c, _ in recorder.launches if kernel.__name__ == "one_pass_dual"]

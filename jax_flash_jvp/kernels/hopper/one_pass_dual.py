@@ -483,7 +483,8 @@ def prepare_dual(
     LSE2, MU_OUT, DELTA, T_DELTA, DQ, ROWS, COUNTS,
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
-    """Of two tiles of queries ℓ in base 2, μ, δ and δ̇, and zeros to add to and to count with.  Rows past the end of the queries see nothing."""
+    """Of two tiles of queries ℓ in base 2, μ, δ and δ̇, and zeros to add to and to count with.  Rows past the end see
+    nothing."""
     i, i_bh, row = own_queries(LQ)
     i_b, i_h = i_bh // HQ, i_bh % HQ
     x_l: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

@@ -71,7 +71,11 @@ class Sweep:
 
     def in_one_pass(self, dual: bool, deterministic: bool) -> Literal["in order", "in any order"] | None:
         """Is the backward to go once over the scores, and how is it to add dq up?  If so, this is the sweep, by key."""
-        width, concurrent, length = config.width_of(self.head_dim), self.multiprocessors or 1, min(self.resident, self.seen)
+        width, concurrent, length = (
+            config.width_of(self.head_dim),
+            self.multiprocessors or 1,
+            min(self.resident, self.seen),
+        )
         table = config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM
         if length < table.get(width, math.inf):
             return None
