@@ -1,23 +1,19 @@
 """Backwards that go once over the scores, however short they are."""
 
 import functools
-import itertools
+import math
 
 
 def take_one_pass(monkeypatch, in_order=False):
-    """Wherever a kernel of one pass serves the call, the plain one in order where it can, or in any; the dual one is in order
-    where it can by itself.  Returns a list to which each job is added that does so."""
+    """Wherever a kernel of one pass serves the call, in order where it can, or in any.  Returns a list to which each job is added
+    that does so."""
     from jax_flash_jvp.kernels.hopper import config, jobs
 
-    widths = config.ONE_PASS
-    tables = {
-        "ONE_PASS_FROM": widths,
-        "ONE_PASS_DUAL_FROM": config.ONE_PASS_DUAL,
-        "ONE_PASS_ORDERED_FROM": itertools.product(widths, (False, True)) if in_order else (),
-    }
-    for name, keys in tables.items():
+    for name, keys in {"ONE_PASS_FROM": config.ONE_PASS, "ONE_PASS_DUAL_FROM": config.ONE_PASS_DUAL}.items():
         monkeypatch.setattr(config, name, dict.fromkeys(keys, 0))
     monkeypatch.setattr(config, "ONE_PASS_FILLS", 0)
+    monkeypatch.setattr(config, "ORDER_MAY_COST", math.inf if in_order else -1)
+    monkeypatch.setattr(config, "ORDERED_UNLIKE_UP_TO", math.inf)
     taken = []
 
     def listening(name, job, *args):

@@ -856,6 +856,8 @@ def test_programs_of_a_ring_end_while_others_wait(is_causal):
         assert (features.persistent or features.dynamic or features.shared) == (not partial)
 
 
+ALL, NO = (True,) * 4, (False,) * 4
+GRADIENTS = (True, True, True, False)
 IN_ORDER = {
     "all-keys": dict(shape=(2, 130, 500, 2, 1, 64)),
     "causal": dict(shape=(1, 500, 500, 2, 1, 128), is_causal=True),
@@ -916,31 +918,43 @@ def test_one_pass_out_of_order_fails(case, old, new, kernel):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("length", "heads"), [(1024, 24), (2048, 24), (2048, 14), (2048, 12)])
-def test_when_the_backward_takes_one_pass(monkeypatch, length, heads, deterministic):
+@pytest.mark.parametrize(
+    ("change", "sums"),
+    [
+        (dict(), "in order"),
+        (dict(length=1024), None),
+        (dict(heads=14), None),  # which fills 132 multiprocessors once and a fifth
+        (dict(heads=12), "in any order"),  # in one round order would cost too much
+        (dict(is_causal=True), "in any order"),
+        (dict(is_causal=True, length=4096), "in order"),
+        (dict(is_causal=True, length=4096, head_dim=128), "in any order"),
+        (dict(documents=True), "in any order"),
+        (dict(want=(False, True, True, False)), None),
+    ],
+    ids=str,
+)
+def test_when_the_backward_takes_one_pass(change, sums, deterministic):
     """In long sequences that fill the GPU, where all gradients are wanted; in order where that takes hardly longer, and, if bits
-    are to be the same on every run, only then.  Blocks of which there are lists are smaller, and so more."""
-    monkeypatch.setattr(config, "ONE_PASS_FROM", {64: 2048})
-    monkeypatch.setattr(config, "ONE_PASS_ORDERED_FROM", {(64, True): 2048})
+    are to be the same on every run, only then."""
+    given = dict(length=2048, heads=96, head_dim=64, documents=False, want=GRADIENTS) | change
+    length, heads, head_dim, documents, want = (
+        given.pop(n) for n in ("length", "heads", "head_dim", "documents", "want")
+    )
     recorder = Recorder(90)
-    o = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
+    recorder.multiprocessors = 132
+    o = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, heads, length), jnp.float32)
-    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
-
-    def in_one_pass(*want, x=x, **features):
-        recorder.launches.clear()
-        case = Problem(scale=0.1, implementation="hopper", deterministic=deterministic, **features)
-        jobs.backward(recorder, case, x, (o, statistic), (o, None), (*want, False))
-        sums = [c["ORDERED"] for kernel, _, c, _ in recorder.launches if kernel.__name__ == "one_pass"]
-        return sums and "in order" if sums == [True] else bool(sums) and "in any order"
-
-    long = (length, heads) in [(2048, 24), (2048, 12)]
-    assert in_one_pass(True, True, True) == (long and "in order")
-    otherwise = not deterministic and "in any order"
-    assert in_one_pass(True, True, True, is_causal=True) == (long and otherwise)
-    documents = x._replace(query_segments=segments, key_segments=segments)
-    assert in_one_pass(True, True, True, x=documents) == (long and heads == 24 and otherwise)
-    assert not in_one_pass(False, True, True)
+    if documents:
+        x = x._replace(
+            **dict.fromkeys(("query_segments", "key_segments"), jax.ShapeDtypeStruct((1, length), jnp.int32))
+        )
+    case = Problem(scale=0.1, implementation="hopper", deterministic=deterministic, **given)
+    jobs.backward(recorder, case, x, (o, statistic), (o, None), want)
+    ordered = [c["ORDERED"] for kernel, _, c, _ in recorder.launches if kernel.__name__ == "one_pass"]
+    if sums is None or (deterministic and sums == "in any order"):
+        assert ordered == []
+    else:
+        assert ordered == [sums == "in order"]
 
 
 # ------------------------------------------------------------------------------------------------ the dual backward in one pass
@@ -1029,10 +1043,6 @@ def test_one_pass_dual_broken_elsewhere_fails(monkeypatch, case, old, new):
         check_one_pass_dual(ONE_PASS_DUAL.get(case, ONE_PASS_DUAL["D64"]), gluon_on_numpy.Launcher(old, new))
 
 
-ALL, NO = (True,) * 4, (False,) * 4
-GRADIENTS = (True, True, True, False)
-
-
 @pytest.mark.parametrize("in_order", [False, True])
 def test_one_pass_over_a_part_of_the_keys(monkeypatch, in_order):
     """As in a ring: results are float32, to be merged, and round to those of keys of which there are no others."""
@@ -1058,42 +1068,33 @@ def test_one_pass_over_a_part_of_the_keys(monkeypatch, in_order):
 
 
 @pytest.mark.parametrize(
-    ("change", "taken"),
+    ("change", "sums"),
     [
-        (dict(), True),
-        (dict(length=1024, heads=16), False),
-        (dict(heads=2), False),
-        (dict(deterministic=True), True),
-        (dict(documents=True), True),
-        (dict(documents=True, deterministic=True), False),
-        (dict(head_dim=32), False),
-        (dict(head_dim=48), True),
-        (dict(want=(False, True, True, False)), False),
-        (dict(want=NO), False),
-        (dict(want_tangent=(True, False, True, False)), False),
-        (dict(without="key"), False),
-        (dict(without="cotangent"), False),
+        (dict(), "in order"),
+        (dict(length=1024, heads=132), None),
+        (dict(heads=2), None),
+        (dict(heads=8), "in any order"),
+        (dict(deterministic=True), "in order"),
+        (dict(documents=True), "in any order"),
+        (dict(documents=True, deterministic=True), None),
+        (dict(head_dim=32), None),
+        (dict(head_dim=48), "in order"),
+        (dict(want=(False, True, True, False)), None),
+        (dict(want=NO), None),
+        (dict(want_tangent=(True, False, True, False)), None),
+        (dict(without="key"), None),
+        (dict(without="cotangent"), None),
     ],
     ids=str,
 )
-def test_when_the_dual_backward_takes_one_pass(change, taken):
-    """In long sequences that fill the GPU, where all gradients and tangents are wanted, along everything; in order but where
-    tiles are listed."""
-    given = (
-        dict(
-            length=2048,
-            heads=8,
-            head_dim=64,
-            deterministic=False,
-            documents=False,
-            want=ALL,
-            want_tangent=ALL,
-            without=None,
-        )
-        | change
-    )
+def test_when_the_dual_backward_takes_one_pass(change, sums):
+    """In long sequences that fill the GPU, where all gradients and tangents are wanted, along everything; in order as the plain
+    one."""
+    given = dict(length=2048, heads=66, head_dim=64, deterministic=False, documents=False, without=None)
+    given |= dict(want=ALL, want_tangent=ALL) | change
     length, heads = given["length"], given["heads"]
     recorder = Recorder(90)
+    recorder.multiprocessors = 132
     o = jax.ShapeDtypeStruct((1, length, heads, given["head_dim"]), jnp.bfloat16)
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, heads, length), jnp.float32)
     case = Problem(scale=0.1, implementation="hopper", deterministic=given["deterministic"])
@@ -1104,5 +1105,5 @@ def test_when_the_dual_backward_takes_one_pass(change, taken):
         )
     along = (tx, (o, statistic), (None if given["without"] == "cotangent" else o, None))
     jobs.backward_dual(recorder, case, x, (o, statistic), (o, None), along, given["want"], given["want_tangent"])
-    sums = [c["ORDERED"] for kernel, _, c, _ in recorder.launches if kernel.__name__ == "one_pass_dual"]
-    assert sums == [not given["documents"]] * taken
+    ordered = [c["ORDERED"] for kernel, _, c, _ in recorder.launches if kernel.__name__ == "one_pass_dual"]
+    assert ordered == ([] if sums is None else [sums == "in order"])

@@ -151,9 +151,11 @@ ONE_PASS = {
 # keep so much of the multiprocessors busy.  H200, 2026-11-27, L = 256 to 16,384.
 ONE_PASS_FROM = {64: 1024, 96: 4096, 128: 2048}
 ONE_PASS_FILLS = 0.9
-# Likewise where order, by which the bits of dq are the same on every run, takes at most 5% longer than none, by width and whether
-# all blocks are alike.  H200, 2026-11-27, L = 1024 to 8192.
-ONE_PASS_ORDERED_FROM = {(64, True): 1024, (64, False): 4096, (96, True): 4096, (128, True): 2048}
+# Order, by which the bits of dq are the same on every run, is kept where it takes at most so much of the time, and blocks are
+# alike or heads have at most so many channels.  H200, 2026-11-27, L = 1024 to 8192: 0 to 4% where 1 to 4% are
+# expected, causal heads of 72 and 128 channels 6 to 9%.
+ORDER_MAY_COST = 0.05
+ORDERED_UNLIKE_UP_TO = 64
 
 
 class OnePassDual(NamedTuple):
@@ -166,7 +168,7 @@ class OnePassDual(NamedTuple):
 
 
 ONE_PASS_DUAL = {64: OnePassDual(lag=1, kept=4)}  # H200, 2026-11-27, L = 8192
-# As ONE_PASS_FROM; in order it takes at most 1% longer.  H200, 2026-11-27, L = 256 to 8192.
+# As ONE_PASS_FROM.  H200, 2026-11-27, L = 256 to 8192.
 ONE_PASS_DUAL_FROM = {64: 2048}
 
 # With two warpgroups another tile, and so where blocks are not alike.  H200, 2026-11-23, L = 8192.

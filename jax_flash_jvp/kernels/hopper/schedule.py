@@ -9,7 +9,9 @@ import triton
 from jax_flash_jvp.kernels.features import Features
 from jax_flash_jvp.kernels.hopper import config
 from jax_flash_jvp.kernels.hopper.config import GROUP, OnePass, Ring
-from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE
+from jax_flash_jvp.kernels.hopper.one_pass import TILE
+from jax_flash_jvp.kernels.hopper.one_pass_dual import STREAMED
+from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE, TOGETHER
 
 
 class Rounds(NamedTuple):
@@ -71,25 +73,27 @@ class Sweep:
 
     def in_one_pass(self, dual: bool, deterministic: bool) -> Literal["in order", "in any order"] | None:
         """Is the backward to go once over the scores, and how is it to add dq up?  If so, this is the sweep, by key."""
-        width, concurrent, length = (
-            config.width_of(self.head_dim),
-            self.multiprocessors or 1,
-            min(self.resident, self.seen),
-        )
+        width, concurrent = config.width_of(self.head_dim), self.multiprocessors or 1
         table = config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM
-        if length < table.get(width, math.inf):
-            return None
-        # of lists, nobody knows how many blocks before another visit a tile
-        orders = not self.features.tiles.present and (
-            dual or length >= config.ONE_PASS_ORDERED_FROM.get((width, self.alike), math.inf)
-        )
-        if deterministic and not orders:
+        if min(self.resident, self.seen) < table.get(width, math.inf):
             return None
         groups = config.ONE_PASS_DUAL[width].groups if dual else self.ring_of_one_pass().groups
-        blocks = triton.cdiv(self.resident, GROUP * groups) * self.heads
-        if blocks < config.ONE_PASS_FILLS * triton.cdiv(blocks, concurrent) * concurrent:
+        blocks = triton.cdiv(self.resident, GROUP * groups)  # of a head
+        rounds = triton.cdiv(blocks * self.heads, concurrent)
+        if blocks * self.heads < config.ONE_PASS_FILLS * rounds * concurrent:
             return None
-        return "in order" if orders else "in any order"
+        # of lists, nobody knows how many blocks before another visit a tile
+        orders = not self.features.tiles.present and (dual or self.alike or width <= config.ORDERED_UNLIKE_UP_TO)
+        if orders and self._order_costs(dual, blocks, rounds) <= config.ORDER_MAY_COST:
+            return "in order"
+        return None if deterministic else "in any order"
+
+    def _order_costs(self, dual: bool, blocks: int, rounds: int) -> float:
+        """Of the time, expected: of the blocks of a head that begin together each is a tile behind the one before it."""
+        together = min(blocks, (self.multiprocessors or 1) / TOGETHER.value)
+        tile = STREAMED.value if dual else TILE.value
+        tiles = self.seen / tile * self.group * (1 if self.alike else 0.5)  # of a block
+        return together / (rounds * tiles)
 
     def ring_of_one_pass(self) -> OnePass:
         """Blocks of which there are lists have a power of two of rows."""
