@@ -18,7 +18,7 @@ from matplotlib import colors, image, pyplot
 
 ROOT = pathlib.Path(__file__).parents[1]
 COLORS = {  # of whoever is measured, the same in every picture
-    "jax-flash-jvp": "#c8553d", "portable": "#e0a458", "cuDNN": "#2f6690", "SDPA flash": "#81a4cd",
+    "jax-flash-jvp": "#c8553d", "portable": "#e0a458", "fa4-jax": "#7b5ea7", "cuDNN": "#2f6690", "SDPA flash": "#81a4cd",
     "jvp-flash-attention": "#588157", "XLA": "#6c757d",
 }  # fmt: skip
 NAMES = {"portable": "jax-flash-jvp, portable kernels", "SDPA flash": "FlashAttention 2 (SDPA)"}
@@ -28,12 +28,12 @@ FONT = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "s
 
 def svgs(root: pathlib.Path) -> dict[str, str]:
     """name → SVG of each picture that the site draws when it is built."""
-    rows = measured(root / "benchmarks" / "h100.csv")
+    rows = measured(root / "benchmarks" / "h200.csv")
     drawn = {}
     with pyplot.rc_context(FONT):
         for head_dim in sorted({row["head_dim"] for row in rows}):
             figure = over_length(rows, JOBS, [head_dim], size=(10, 3.1))
-            drawn[f"h100-{head_dim}"] = _svg(figure)
+            drawn[f"h200-{head_dim}"] = _svg(figure)
         drawn["timeline"] = _svg(timeline())
         drawn["visibility"] = _svg(who_sees_whom())
     return drawn
@@ -173,7 +173,7 @@ def main() -> None:
     images = ROOT / "docs" / "images"
     images.mkdir(exist_ok=True)
     with pyplot.rc_context(FONT):
-        rows = measured(ROOT / "benchmarks" / "h100.csv")
+        rows = measured(ROOT / "benchmarks" / "h200.csv")
         figure = over_length(rows, ("forward + JVP", "dual backward"), sorted({r["head_dim"] for r in rows}), (12, 3.3))
         figure.savefig(images / "speed.png", dpi=100)
         if options.examples:
