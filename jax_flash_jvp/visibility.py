@@ -53,7 +53,7 @@ class _Arrays:
         if not dtype.startswith(("int", "uint")):
             raise TypeError(f"`{name}` must be of integers: got {dtype}; cast it")
         if dtype.endswith(("32", "64")):
-            a = a.long() if self.is_torch else a
+            a = a.long() if self.is_torch and dtype != "int32" else a
             a = a.clip(0 if dtype.startswith("uint") else -FAR, FAR)
         return self.array(a)
 
@@ -161,21 +161,23 @@ def documents(
     count = q_edges.shape[0] - 1
     if count < 1:
         return arrays.ranges((i * 0, i * 0))
-    d = arrays.place(q_edges, i) - 1
-    there = (d >= 0) & (d < count)
-    d = d.clip(0, count - 1)
-    k_first, k_end, q_end = k_edges[d], k_edges[d + 1], q_edges[d + 1]
-    at = k_end - q_end + i  # the last query sees the last key
+    module = arrays.module
+    # of each document its first key, its end, and how far the last key is from the last query, which sees it; and of none
+    rows = module.stack([k_edges[:-1], k_edges[1:], k_edges[1:] - q_edges[1:]], -1)
+    none = rows[:1] * 0
+    found = module.concatenate([none, rows, none])[arrays.place(q_edges, i)]
+    k_first, k_end = found[:, 0], found[:, 1]
     if not (isinstance(window, Sequence) and len(window) == 2):
         raise TypeError(f"`window` must be a pair of integers or None, to the left and to the right: got {window!r}")
     left, right = (_limit(f"window[{side}]", size) for side, size in enumerate(window))
     if is_causal:
         right = 0 if right is None else min(right, 0)
-    maximum, minimum, where = arrays.module.maximum, arrays.module.minimum, arrays.module.where
-    start = k_first if left is None else maximum(k_first, at - left)
-    end = k_end if right is None else minimum(k_end, at + (right + 1))
-    nothing = i * 0
-    return arrays.ranges((where(there, start, nothing), where(there, end, nothing)))
+    if left is None and right is None:
+        return arrays.ranges((k_first, k_end))
+    at = found[:, 2] + i
+    start = k_first if left is None else module.maximum(k_first, at - left)
+    end = k_end if right is None else module.minimum(k_end, at + (right + 1))
+    return arrays.ranges((start, end))
 
 
 def sliding_tile(
