@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -256,3 +257,15 @@ def test_a_frame_sees_the_clean_ones_before_it(framework, monkeypatch):
         changed[which][:, frames] += 1
         differs = np.abs(compute(*changed) - before).max((0, 2, 3, 4)) > 1e-5
         assert differs.tolist() == [i > frames if which == 0 else i == frames for i in range(3)]
+
+
+def test_times_of_a_small_batch_differ():
+    """Of two samples one trains the average velocity."""
+    import meanflow_jax
+    import meanflow_torch
+
+    r, t = meanflow_jax.MeanFlow(meanflow_jax.Config(), None).sample_times(jax.random.key(0), 2)
+    assert (np.asarray(r) < np.asarray(t)).tolist() == [False, True]
+    draw = functools.partial(meanflow_torch.MeanFlow.draw, types.SimpleNamespace(config=meanflow_torch.Config()))
+    _, r, t = draw(torch.Generator().manual_seed(0), torch.Size((2, 8, 8)))
+    assert (r < t).tolist() == [False, True]
