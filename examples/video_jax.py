@@ -1,8 +1,8 @@
 """Mean flows (arXiv:2505.13447) of videos, each one long sequence that all GPUs of the host share.
 
-    python examples/video_jax.py                                       # 512 tokens, minutes on two CPU cores
+    python examples/video_jax.py                                       # 128 tokens, minutes on two CPU cores
     python examples/video_jax.py --size video                          # 16,384 tokens, bfloat16
-    python examples/video_jax.py --size video --steps 4000 --resume    # go on from the last checkpoint
+    python examples/video_jax.py --size video --steps 40000 --resume   # go on from the last checkpoint
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/video_jax.py --devices 4     # as if on four
 
 The model and its training step are those of one device. A single line says that devices share each video's frames, and so its
@@ -40,9 +40,10 @@ class Config(MeanFlowConfig):
     frames: int = option(8, "frames of a video")
     movers: int = option(1, "digits that move in a video")
     devices: int = option(0, "that share each video; 0: all GPUs of this host, or one CPU device")
-    batch: int = option(16, "videos per training step")
+    patch: int = option(4, "pixels along each side of a token")
+    batch: int = option(32, "videos per training step")
     samples: int = option(10, "videos to be drawn")
-    steps: int = option(600, "training steps")
+    steps: int = option(2000, "training steps")
 
     @property
     def tokens(self) -> int:
@@ -50,9 +51,9 @@ class Config(MeanFlowConfig):
 
 
 PRESETS = {
-    "digits": {},  # 8 frames of 8 x 8 tokens
-    "video": dict(  # 64 frames of 16 x 16 tokens, heads of 64 channels
-        mosaic=4, frames=64, movers=2, width=384, depth=6, heads=6, dtype="bfloat16", batch=2, steps=3000, learning_rate=1e-3
+    "digits": {},  # 8 frames of 4 x 4 tokens
+    "video": dict(  # 256 frames of 8 x 8 tokens, heads of 64 channels
+        frames=256, patch=2, width=256, depth=4, heads=4, dtype="bfloat16", batch=2, steps=20000, learning_rate=1e-3
     ),
 }  # fmt: skip
 
