@@ -11,7 +11,8 @@ plain flow matching, which has no JVP, with cuDNN's attention.  One block with t
 loss, the norm of its derivative along the flow and the gradient of its projections to queries, keys and values a contender may
 err twice as much as naive attention in the dtype at hand, and by one rounding.  What does not fit into memory is a row without
 figures.  Memory is the highest that the allocator holds during a step; in JAX, what the compiled step asks of it.  Attention's
-share is the time of what one block's attention computes in a step, measured by itself, times the blocks, over the step's.
+share is the time of what one block's attention computes in a step, measured by itself, times the blocks, over the step's; in
+PyTorch, with as few tokens as here, it is the host's time, and says nothing of a compiled step.
 Compiled, the loss is one graph with its JVP, and its backward another; the optimizer is PyTorch's fused one, and not compiled.
 """
 
