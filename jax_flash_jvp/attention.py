@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import warnings
 from typing import Any, Literal, Never, TypedDict, Unpack, get_args, overload
 
@@ -505,8 +506,11 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _xla_is_deterministic() -> bool:
-    """By its own flags, of which the last counts."""
-    flags = dict(word.partition("=")[::2] for word in os.environ.get("XLA_FLAGS", "").split())
+    """By its own flags, of which the last counts; they may stand in a file that XLA_FLAGS names."""
+    text = os.environ.get("XLA_FLAGS", "").strip()
+    if text and not text.startswith("-") and os.path.isfile(text):
+        text = pathlib.Path(text).read_text()
+    flags = dict(word.partition("=")[::2] for word in text.split())
     return any(flags.get(name, "false").lower() in ("", "true", "1") for name in XLA_DETERMINISTIC)
 
 

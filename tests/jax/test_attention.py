@@ -750,3 +750,10 @@ def test_deterministic_or_as_the_framework_is(monkeypatch, flags, deterministic,
     attend = lambda q: dot_product_attention(q, q, q, deterministic=deterministic)
     program = str(jax.make_jaxpr(attend)(jnp.ones((1, 4, 2, 8))))
     assert ("deterministic=True" in program) == expected
+
+
+def test_flags_of_xla_may_stand_in_a_file(monkeypatch, tmp_path):
+    (tmp_path / "flags").write_text("--xla_gpu_deterministic_ops=true\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    program = str(jax.make_jaxpr(lambda q: dot_product_attention(q, q, q))(jnp.ones((1, 4, 2, 8))))
+    assert "deterministic=True" in program
