@@ -332,12 +332,18 @@ def test_hopper_in_one_pass(name):
 
 ONE_PASS_MUTANTS = {
     "excess-of-dS": ("b_dq = without_mean(b_dq, excess, KEY_MEAN, mean, C, 0)", "pass"),
-    "sums-not-added": ("add_async(arrays.rows, [of_tile * T], memory.rows.index(0))", "pass"),
+    "sums-not-added": (
+        "add_async(arrays.rows, [of_tile * arrays.rows.block_type.shape[0]], memory.rows.index(0))",
+        "pass",
+    ),
     "of-another-head": ("gl.load(COMMON + i_b * (HQ // GROUP) + i_k)", "gl.load(COMMON)"),
     "sums-of-one-warpgroup": ("gl.static_range(options.GROUPS)", "gl.static_range(1)"),
     "tangent-of-the-excess": ("b_tdq = without_mean(b_tdq, t_excess, KEY_MEAN, mean, C, 0)", "pass"),
     "tangent-of-the-mean": ("b_tdq = without_mean(b_tdq, excess, T_KEY_MEAN, mean, C, 0)", "pass"),
-    "dual-sums-not-added": ("add_async(arrays.rows, [of_tile * (2 * STREAMED)], memory.rows.index(0))", "pass"),
+    "dual-sums-not-added": (
+        "memory.rows.index(0).store(row_sums(use.slot, memory, options))  # of dS, then of ḋS",
+        "pass",
+    ),
     "sums-of-another-tile": ("gl.load(ROWS + o_r + T)", "gl.load(ROWS + o_r)"),
 }
 

@@ -801,7 +801,7 @@ ONE_PASS_MUTANTS = {  # and whether it takes late copies to notice
     "added-before-it-is-there": ("wait(memory.dq_full, at(i, 1))", "pass", False),
     "not-waited-for": ("tma.store_wait(0)  # until it is read", "pass", False),
     "given-to-the-wrong-warpgroup": ("memory.dq_empty.index(i % options.GROUPS)", "memory.dq_empty.index(0)", False),
-    "of-another-tile": ("[of_tile * (2 * width(C, PART)), 0]", "[0, 0]", False),
+    "of-another-tile": ("[of_tile * desc.block_type.shape[0], 0]", "[0, 0]", False),
     "dS-not-waited-for": ("wait(memory.ds_full, use)", "pass", False),
     "last-tiles-lost": ("for more in range(options.LAG):", "for more in range(0):", False),
     "keys-of-one-warpgroup": (
@@ -997,7 +997,7 @@ ONE_PASS_DUAL_MUTANTS = {  # and whether it takes late copies to notice
     "not-waited-for": ("tma.store_wait(0)  # until it is read", "pass", False),
     "overwritten": ("mbarrier.wait(memory.dq_empty.index(w), odd)  #", "#", False),
     "given-to-the-wrong-warpgroup": ("memory.dq_empty.index(i % options.GROUPS)", "memory.dq_empty.index(0)", False),
-    "of-another-tile": ("[of_tile * FLOATS, 0]", "[0, 0]", False),
+    "of-another-tile": ("[of_tile * desc.block_type.shape[0], 0]", "[0, 0]", False),
     "dS-not-waited-for": ("wait(memory.ds_full, use)", "pass", False),
     "last-tiles-lost": ("for more in range(options.LAG):", "for more in range(0):", False),
     "keys-of-one-warpgroup": ("matrix(keys, w + (i >> 30))", "matrix(keys, i >> 30)", False),

@@ -189,6 +189,12 @@ def blocks_before(j, block, ints, options):
 
 
 @gluon.jit
+def tiles_of_queries(LQ, options):
+    """Of a head, as many as TILE queries at a time need."""
+    return gl.cdiv(LQ, TILE) * (TILE // options.T)
+
+
+@gluon.jit
 def load_keys(x, place, bar, buffers, options):
     """The block's rows of keys or of values."""
     GROUPS: gl.constexpr = options.GROUPS
@@ -203,7 +209,7 @@ def produce(arrays, memory, ints, selection, options):
     T: gl.constexpr = options.T
     block = own(gl.program_id(0), ints, selection, options)
     i_b = block.i_b
-    n_tiles = gl.cdiv(ints.LQ, T)
+    n_tiles = tiles_of_queries(ints.LQ, options)
     of_keys = (i_b, block.i_a, block.i_block * (options.GROUPS * GROUP_ROWS))
     load_keys(arrays.k, of_keys, memory.k_full.index(0), memory.k, options)
     i = 0
@@ -247,12 +253,10 @@ def await_count(COUNT, number, seen):
 @gluon.jit
 def add(arrays, memory, COMMON, COUNTS, ints, selection, options):
     """The warp that has TMA add dq, and row sums, to what other blocks have made of them."""
-    T: gl.constexpr = options.T
-    C: gl.constexpr = options.C
     ORDERED: gl.constexpr = options.ORDERED
     block = own(gl.program_id(0), ints, selection, options)
     i_b = block.i_b
-    n_tiles = gl.cdiv(ints.LQ, T)
+    n_tiles = tiles_of_queries(ints.LQ, options)
     common = 0
     if options.CORRECTED:
         common = gl.load(COMMON + i_b * (ints.HQ // ints.GROUP) + block.i_a)
@@ -270,9 +274,10 @@ def add(arrays, memory, COMMON, COUNTS, ints, selection, options):
             wait(memory.dq_full, at(i, 1))
             if options.CORRECTED:
                 if common:
-                    add_async(arrays.rows, [of_tile * T], memory.rows.index(0))
-            for PART in gl.static_range(parts(C)):
-                add_async(arrays.dq[PART], [of_tile * (2 * width(C, PART)), 0], memory.dq[PART].index(0))
+                    add_async(arrays.rows, [of_tile * arrays.rows.block_type.shape[0]], memory.rows.index(0))
+            for PART in gl.static_range(parts(options.C)):
+                desc = arrays.dq[PART]
+                add_async(desc, [of_tile * desc.block_type.shape[0], 0], memory.dq[PART].index(0))
             if ORDERED:  # of the next tile, if there is one, so that the answer is here by then
                 seen = counted(COUNTS + gl.maximum(of_tile - 1, 0), 0, LOOK)
             tma.store_wait(0)  # until it is read

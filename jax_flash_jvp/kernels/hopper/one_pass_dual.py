@@ -18,22 +18,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from jax_flash_jvp.kernels.hopper.backward import excess_of, own, visits_of_head
 from jax_flash_jvp.kernels.hopper.one_pass import (
-    ADDED,
     COMMON_KEYS,
-    LOOK,
     ODD,
     ONES,
     TILE,
+    add,
     at,
-    await_count,
-    blocks_before,
     is_masked,
     own_queries,
     row_products,
@@ -41,6 +37,7 @@ from jax_flash_jvp.kernels.hopper.one_pass import (
     store_zeros,
     tile_of,
     tile_range,
+    tiles_of_queries,
     wait_empty,
 )
 from jax_flash_jvp.kernels.hopper.products import (
@@ -60,9 +57,8 @@ from jax_flash_jvp.kernels.hopper.products import (
     without_mean,
     zeroed,
 )
-from jax_flash_jvp.kernels.hopper.programs import Integers, aligned, by_thread, counted, stored
+from jax_flash_jvp.kernels.hopper.programs import Integers, aligned, by_thread, stored
 from jax_flash_jvp.kernels.hopper.ring import (
-    add_async,
     async_load,
     barriers,
     clean,
@@ -93,12 +89,6 @@ Memory = namedtuple(
     "k_full v_full cleaned q_full q_empty do_full do_empty ds_full ds_empty dq_full dq_empty",
 )
 Results = namedtuple("Results", "DK DV TDK TDV")
-
-
-@gluon.jit
-def tiles_of_queries(LQ):
-    """Of a head, as many as TILE queries at a time need."""
-    return gl.cdiv(LQ, TILE) * (TILE // STREAMED)
 
 
 # ------------------------------------------------------------------------------------------------ the warps that load and add
@@ -134,7 +124,7 @@ def produce(arrays, memory, ints, selection, options):
     T: gl.constexpr = STREAMED
     block = own(gl.program_id(0), ints, selection, options)
     i_b = block.i_b
-    n_tiles = tiles_of_queries(ints.LQ)
+    n_tiles = tiles_of_queries(ints.LQ, options)
     of_keys = (i_b, block.i_a, block.i_block * (options.GROUPS * GROUP_ROWS))
     load_keys(arrays.k, arrays.tk, of_keys, memory.k_full.index(0), memory.k, memory.tk, options)
     i = 0
@@ -159,41 +149,6 @@ def produce(arrays, memory, ints, selection, options):
             i += 1
     if i == 0:
         load_keys(arrays.v, arrays.tv, of_keys, memory.v_full.index(0), memory.v, memory.tv, options)
-
-
-@gluon.jit
-def add(arrays, memory, COMMON, COUNTS, ints, selection, options):
-    """The warp that has TMA add dqᵀ and ḋqᵀ, and row sums, to what other blocks have made of them."""
-    ORDERED: gl.constexpr = options.ORDERED
-    block = own(gl.program_id(0), ints, selection, options)
-    i_b = block.i_b
-    n_tiles = tiles_of_queries(ints.LQ)
-    common = 0
-    if options.CORRECTED:
-        common = gl.load(COMMON + i_b * (ints.HQ // ints.GROUP) + block.i_a)
-    i = 0
-    for i_g in range(block.group):
-        i_h = block.i_stream + i_g
-        visits = visits_of_head(i_g, block, ints, selection, options)
-        low, high = tile_range(visits, options)
-        seen = gl.full([32], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        for t in range(low, high):
-            j = tile_of(t, visits, options)
-            of_tile = (i_b * ints.HQ + i_h) * n_tiles + j
-            if ORDERED:
-                await_count(COUNTS + of_tile, blocks_before(j, block, ints, options), seen)
-            wait(memory.dq_full, at(i, 1))
-            if options.CORRECTED:
-                if common:
-                    add_async(arrays.rows, [of_tile * (2 * STREAMED)], memory.rows.index(0))
-            add_async(arrays.dq, [of_tile * FLOATS, 0], memory.dq.index(0))
-            if ORDERED:
-                seen = counted(COUNTS + gl.maximum(of_tile - 1, 0), 0, LOOK)
-            tma.store_wait(0)  # until it is read
-            i += 1
-            mbarrier.arrive(memory.dq_empty.index(i % options.GROUPS), count=1)
-            if ORDERED:
-                counted(COUNTS + of_tile, 0, ADDED)
 
 
 # ------------------------------------------------------------------------------------------------ the warpgroups that multiply
@@ -238,10 +193,10 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
     b_dq = warpgroup_mma_wait(options.GROUPS, deps=[b_dq])
     b_dq, b_tdq = halves(b_dq)
     mbarrier.wait(memory.dq_empty.index(w), odd)  # its place is given from one warpgroup to the next
-    memory.dq.index(0).slice(0, 2 * T, 0).store(by_thread(b_dq).reshape([2 * T, 32]))
+    memory.dq[0].index(0).slice(0, 2 * T, 0).store(by_thread(b_dq).reshape([2 * T, 32]))
     b_more = warpgroup_mma_wait(0, deps=[b_more])
     give_back(memory.ds_empty, use)
-    memory.dq.index(0).slice(2 * T, 2 * T, 0).store(by_thread(b_tdq + b_more).reshape([2 * T, 32]))
+    memory.dq[0].index(0).slice(2 * T, 2 * T, 0).store(by_thread(b_tdq + b_more).reshape([2 * T, 32]))
     fence_async_shared()
     mbarrier.arrive(memory.dq_full.index(0), count=1)
 
@@ -420,7 +375,7 @@ def program(arrays, COMMON, COUNTS, results, scale, ints, selection, options):
     lse2, mu = statistics(arrays.lse2, SLOTS), statistics(arrays.mu, SLOTS)
     delta, t_delta = statistics(arrays.delta, SLOTS), statistics(arrays.t_delta, SLOTS)
     ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, 2 * T], ds_l)
-    dq = gl.allocate_shared_memory(gl.float32, [1, FLOATS, 32], arrays.dq.layout)
+    dq = (gl.allocate_shared_memory(gl.float32, [1, FLOATS, 32], arrays.dq[0].layout),)
     ones = lse2
     rows = lse2
     if options.CORRECTED:
@@ -462,7 +417,8 @@ def one_pass_dual(
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(
         Arrays(
-            (q_d,), (k_d,), (v_d,), (do_d,), (tq_d,), (tk_d,), (tv_d,), (tdo_d,), lse2_d, mu_d, delta_d, t_delta_d, dq_d, rows_d
+            (q_d,), (k_d,), (v_d,), (do_d,), (tq_d,), (tk_d,), (tv_d,), (tdo_d,), lse2_d, mu_d, delta_d, t_delta_d, (dq_d,),
+            rows_d,
         ), COMMON, COUNTS, Results(DK, DV, TDK, TDV), scale,
         Integers(n, HQ, GROUP, LQ, LK, left, right, 0, 0, 0, of_blocks, of_heads, 0, 0, of_together, of_rest),
         Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),

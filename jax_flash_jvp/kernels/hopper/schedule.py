@@ -83,7 +83,7 @@ class Sweep:
         if blocks * self.heads < config.ONE_PASS_FILLS * rounds * concurrent:
             return None
         # of lists, nobody knows how many blocks before another visit a tile
-        orders = not self.features.tiles.present and (dual or self.alike or width <= config.ORDERED_UNLIKE_UP_TO)
+        orders = not self.features.tiles.present and (self.alike or width <= config.ORDERED_UNLIKE_UP_TO)
         if orders and self._order_costs(dual, blocks, rounds) <= config.ORDER_MAY_COST:
             return "in order"
         return None if deterministic else "in any order"
