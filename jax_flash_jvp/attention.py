@@ -1,6 +1,7 @@
 """The public function."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import warnings
@@ -506,8 +507,13 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _xla_is_deterministic() -> bool:
-    """By its own flags, of which the last counts; they may stand in a file that XLA_FLAGS names."""
-    text = os.environ.get("XLA_FLAGS", "").strip()
+    """By its own flags."""
+    return _asks_for_determinism(os.environ.get("XLA_FLAGS", "").strip())
+
+
+@functools.cache  # XLA reads them once
+def _asks_for_determinism(text: str) -> bool:
+    """Flags, of which the last counts, or the file where they stand."""
     if text and not text.startswith("-") and os.path.isfile(text):
         text = pathlib.Path(text).read_text()
     flags = dict(word.partition("=")[::2] for word in text.split())

@@ -151,7 +151,8 @@ def documents(
     in flash-attn.  Queries of no document see nothing."""
     arrays = _Arrays(like, cu_seqlens, key_cu_seqlens)
     q_edges = arrays.places("cu_seqlens", cu_seqlens)
-    k_edges = q_edges if key_cu_seqlens is None else arrays.places("key_cu_seqlens", key_cu_seqlens)
+    alike = key_cu_seqlens is None or key_cu_seqlens is cu_seqlens
+    k_edges = q_edges if alike else arrays.places("key_cu_seqlens", key_cu_seqlens)
     if q_edges.shape != k_edges.shape:
         raise ValueError(
             "`key_cu_seqlens` must have as many edges as `cu_seqlens`, one more than there are documents: got "

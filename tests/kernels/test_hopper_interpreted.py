@@ -917,6 +917,16 @@ def test_one_pass_out_of_order_fails(case, old, new, kernel):
         check_order(case, old, new, kernel=kernel)
 
 
+def with_documents(x):
+    ids = jax.ShapeDtypeStruct(x.query.shape[:2], jnp.int32)
+    return x._replace(query_segments=ids, key_segments=ids)
+
+
+def orders(recorder, kernel):
+    """Of each launch of the kernel, whether it adds in order."""
+    return [constants["ORDERED"] for k, _, constants, _ in recorder.launches if k.__name__ == kernel]
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("change", "sums"),
@@ -945,12 +955,10 @@ def test_when_the_backward_takes_one_pass(change, sums, deterministic):
     o = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
     x, statistic = Operands(o, o, o), jax.ShapeDtypeStruct((1, heads, length), jnp.float32)
     if documents:
-        x = x._replace(
-            **dict.fromkeys(("query_segments", "key_segments"), jax.ShapeDtypeStruct((1, length), jnp.int32))
-        )
+        x = with_documents(x)
     case = Problem(scale=0.1, implementation="hopper", deterministic=deterministic, **given)
     jobs.backward(recorder, case, x, (o, statistic), (o, None), want)
-    ordered = [c["ORDERED"] for kernel, _, c, _ in recorder.launches if kernel.__name__ == "one_pass"]
+    ordered = orders(recorder, "one_pass")
     if sums is None or (deterministic and sums == "in any order"):
         assert ordered == []
     else:
@@ -1100,10 +1108,8 @@ def test_when_the_dual_backward_takes_one_pass(change, sums):
     case = Problem(scale=0.1, implementation="hopper", deterministic=given["deterministic"])
     tx = x._replace(key=None) if given["without"] == "key" else x
     if given["documents"]:
-        x = x._replace(
-            **dict.fromkeys(("query_segments", "key_segments"), jax.ShapeDtypeStruct((1, length), jnp.int32))
-        )
+        x = with_documents(x)
     along = (tx, (o, statistic), (None if given["without"] == "cotangent" else o, None))
     jobs.backward_dual(recorder, case, x, (o, statistic), (o, None), along, given["want"], given["want_tangent"])
-    ordered = [c["ORDERED"] for kernel, _, c, _ in recorder.launches if kernel.__name__ == "one_pass_dual"]
+    ordered = orders(recorder, "one_pass_dual")
     assert ordered == ([] if sums is None else [sums == "in order"])
