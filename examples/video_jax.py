@@ -52,10 +52,9 @@ class Config(MeanFlowConfig):
 
 PRESETS = {
     "digits": {},  # 8 frames of 4 x 4 tokens
-    "video": dict(  # 256 frames of 8 x 8 tokens, heads of 64 channels
-        frames=256, patch=2, width=256, depth=4, heads=4, dtype="bfloat16", batch=2, steps=20000, learning_rate=1e-3
-    ),
-}  # fmt: skip
+    # 1,024 frames of them, with heads of 64 channels
+    "video": dict(frames=1024, width=128, depth=4, heads=2, dtype="bfloat16", batch=4, steps=20000),
+}
 
 
 def main(config: Config) -> None:

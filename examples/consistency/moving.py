@@ -12,14 +12,16 @@ from consistency.waves import position_waves, time_waves
 def moving_digits(digits: Digits, batch: int, frames: int, side: int, movers: int, seed: int, step: int) -> Digits:
     """`batch` videos [frames, side, side] of so many digits, all of a video from one class, each at a constant speed.
 
+    A video of more frames is a smoother one: along each side a digit moves by at most 16 pixels in all.
+
     A function of (seed, step) alone, so that a resumed run sees the videos that an uninterrupted one sees.
     """
     generator = np.random.default_rng((seed, step))
     labels = digits.labels[generator.integers(len(digits.labels), size=batch)]
     room = side - DIGIT_SIZE
     start = generator.uniform(0, 2 * room, (batch, movers, 2, 1))
-    speed = generator.uniform(-2, 2, (batch, movers, 2, 1))  # pixels a frame
-    path = start + speed * np.arange(frames)
+    distance = generator.uniform(-16, 16, (batch, movers, 2, 1))  # pixels
+    path = start + distance * np.arange(frames) / frames
     corners = np.rint(room - np.abs(path % (2 * room) - room)).astype(int) if room else np.zeros_like(path, int)
     videos = np.full((batch, frames, side, side), -1, np.float32)
     for video, label, of_video in zip(videos, labels, corners, strict=True):

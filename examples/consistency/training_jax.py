@@ -62,6 +62,13 @@ def make_train_step(
     return train_step
 
 
+def keep_state(
+    train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], sharding: NamedSharding
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """The step, whose new state is sharded as the old one: XLA would leave parts of it here and there, to be brought back."""
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(sharding, None))
+
+
 class Checkpoints:
     """The newest two states of a run, each with the history that led to it."""
 
@@ -118,6 +125,7 @@ def train(
         everywhere = NamedSharding(mesh, PartitionSpec())
         shards = NamedSharding(mesh, PartitionSpec(*[None] * divided, "devices"))
         state = jax.device_put(state, everywhere)  # before a checkpoint is restored alike
+        train_step = keep_state(train_step, everywhere)
     checkpoints = Checkpoints(begin_afresh(config))  # a manager would not write steps older than those it finds
     history: History = []
     if config.resume:
@@ -134,8 +142,6 @@ def train(
                 for part in batch
             ]  # scalars go to all
         state, metrics = train_step(state, *batch)
-        if len(devices) > 1:  # XLA may have left parts of it here and there, for which another step would be compiled
-            state = jax.device_put(state, everywhere)
         return metrics
 
     def save(_: int, history: History) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -53,37 +54,40 @@ def run(monkeypatch):
     import consistency.report
     import consistency.training_jax
 
+    keep_state = consistency.training_jax.keep_state
     judge = lambda digits: {"class_agreement": 0.5, "frechet_distance": float(np.square(digits.images).mean())}
     monkeypatch.setattr(consistency.report, "Judge", lambda *_: judge)
 
     def run(script: str, folder: Path, devices: int, **options) -> Run:
         states, histories, programs = [], [], []
 
-        def train(config, state, train_step, make_batch, **options):
-            program = None
+        def watched(train_step, sharding):
+            train_step, program = keep_state(train_step, sharding), None
 
             def watched_step(state, *batch):
                 nonlocal program
-                if devices > 1:
-                    for part in jax.tree.leaves(state):
-                        assert part.sharding.is_fully_replicated
-                        assert len(part.sharding.device_set) == devices
-                    for part in batch[:2]:
-                        shards = part.addressable_shards
-                        assert [len(shard.data) for shard in shards] == [len(part) // devices] * devices
+                for part in jax.tree.leaves(state):
+                    assert part.sharding.is_fully_replicated
+                    assert len(part.sharding.device_set) == devices
+                for part in batch[:2]:
+                    shards = part.addressable_shards
+                    assert [len(shard.data) for shard in shards] == [len(part) // devices] * devices
                 if program is None:
                     program = train_step.lower(state, *batch).compile()
+                    programs.append(program.as_text())
                 return program(state, *batch)
 
-            on = jax.devices()[:devices]
-            result = consistency.training_jax.train(config, state, watched_step, make_batch, on, **options)
+            return watched_step
+
+        def train(*arguments, **options):
+            result = consistency.training_jax.train(*arguments, jax.devices()[:devices], **options)
             assert all(part.devices() == {jax.devices()[0]} for part in jax.tree.leaves(result[0]))
             states.append(jax.tree.map(np.array, result[0]))  # copies: the next call donates them
             histories.append(result[1])
-            programs.append(program.as_text())
             return result
 
         module = __import__(script)
+        monkeypatch.setattr(consistency.training_jax, "keep_state", watched)
         monkeypatch.setattr(module, "train", train)
         module.main(module.Config(**TINY | SCRIPTS[script] | options, output=str(folder)))
         return Run(json.loads((folder / "metrics.json").read_text())["quality"], states, histories, programs)
@@ -125,18 +129,20 @@ def test_devices_that_share_videos_train_as_one(devices, exchange, tmp_path, mon
     import consistency.training_jax
     import video_jax
 
-    programs = []
+    keep_state, programs = consistency.training_jax.keep_state, []
 
-    def train(config, state, train_step, make_batch, *rest, **options):
+    def watched(train_step, sharding):
+        train_step = keep_state(train_step, sharding)
+
         def watched_step(state, *batch):
             if not programs:
                 assert batch[0].addressable_shards[0].data.shape[1] == batch[0].shape[1] // devices
                 programs.append(train_step.lower(state, *batch).compile().as_text())
             return train_step(state, *batch)
 
-        return consistency.training_jax.train(config, state, watched_step, make_batch, *rest, **options)
+        return watched_step
 
-    monkeypatch.setattr(video_jax, "train", train)
+    monkeypatch.setattr(consistency.training_jax, "keep_state", watched)
     tiny = dict(steps=2, checkpoint_every=1, log_every=1, batch=2, samples=2, width=16, heads=2, depth=1)
 
     def run(devices, folder, **options):
@@ -146,9 +152,9 @@ def test_devices_that_share_videos_train_as_one(devices, exchange, tmp_path, mon
 
     several = run(devices, tmp_path / "several")
     assert exchange in programs[0]
-    assert "all-gather" not in programs[0]
+    gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", programs[0])
+    assert gathered == ["128,16"] * programs[0].count(" all-gather(")  # positions, which shards of tokens train
     assert not [record for record in caplog.records if record.name.startswith("jax_flash_jvp")]  # "in 2 pieces, …"
-    programs.append("")
     one = run(1, tmp_path / "one")
     np.testing.assert_allclose(several["loss"], one["loss"], rtol=1e-4)
     assert several["tokens"] == 128
