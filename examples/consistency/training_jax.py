@@ -63,10 +63,15 @@ def make_train_step(
 
 
 def keep_state(
-    train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], sharding: NamedSharding
+    train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], sharding: NamedSharding, same_bits: bool
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """The step, whose new state is sharded as the old one: XLA would leave parts of it here and there, to be brought back."""
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(sharding, None))
+    """The step, whose new state is sharded as the old one: XLA would leave parts of it here and there, to be brought back.
+
+    `same_bits`: where devices share each example, all of them compute what becomes of labels and times.  XLA sums an embedding's
+    gradient in any order, unless it is told otherwise, and their copies of the weights would grow apart within a thousand steps.
+    """
+    options = {"xla_gpu_deterministic_ops": True} if same_bits else None
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(sharding, None), compiler_options=options)
 
 
 class Checkpoints:
@@ -125,7 +130,7 @@ def train(
         everywhere = NamedSharding(mesh, PartitionSpec())
         shards = NamedSharding(mesh, PartitionSpec(*[None] * divided, "devices"))
         state = jax.device_put(state, everywhere)  # before a checkpoint is restored alike
-        train_step = keep_state(train_step, everywhere)
+        train_step = keep_state(train_step, everywhere, same_bits=divided > 0)
     checkpoints = Checkpoints(begin_afresh(config))  # a manager would not write steps older than those it finds
     history: History = []
     if config.resume:

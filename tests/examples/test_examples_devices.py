@@ -61,8 +61,8 @@ def run(monkeypatch):
     def run(script: str, folder: Path, devices: int, **options) -> Run:
         states, histories, programs = [], [], []
 
-        def watched(train_step, sharding):
-            train_step, program = keep_state(train_step, sharding), None
+        def watched(train_step, *how, **options):
+            train_step, program = keep_state(train_step, *how, **options), None
 
             def watched_step(state, *batch):
                 nonlocal program
@@ -131,8 +131,8 @@ def test_devices_that_share_videos_train_as_one(devices, exchange, tmp_path, mon
 
     keep_state, programs = consistency.training_jax.keep_state, []
 
-    def watched(train_step, sharding):
-        train_step = keep_state(train_step, sharding)
+    def watched(train_step, *how, **options):
+        train_step = keep_state(train_step, *how, **options)
 
         def watched_step(state, *batch):
             if not programs:

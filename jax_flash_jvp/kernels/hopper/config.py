@@ -147,10 +147,17 @@ ONE_PASS = {
     96: OnePass(2, 2, 4, late_dp=True),  # likewise; no other way was timed
     128: OnePass(2, 1, 2, turns=True, late_dp=True),  # likewise; without turns 0.98, causal 1.01
 }
-# By width: of so many keys and more, that are seen by so many queries, it is faster than the two sides, where rounds of blocks
-# keep so much of the multiprocessors busy.  H200, 2026-11-27, L = 256 to 16,384.
-ONE_PASS_FROM = {64: 1024, 96: 4096, 128: 2048}
-ONE_PASS_FILLS = 0.9
+
+
+class Enough(NamedTuple):
+    """For one pass to be faster than the two sides."""
+
+    rows: int  # keys, that are seen by so many queries
+    filled: float  # of the multiprocessors, by rounds of blocks
+
+
+# By width, of which any will do.  H200, 2026-11-27, L = 256 to 16,384; what is to be filled: 2026-11-28, L = 2048 to 8192.
+ONE_PASS_FROM = {64: (Enough(1024, 0.9), Enough(2048, 0.82)), 96: (Enough(4096, 0.9),), 128: (Enough(2048, 0.9),)}
 # Order, by which the bits of dq are the same on every run, is kept where it takes at most so much of the time, and blocks are
 # alike or heads have at most so many channels.  H200, 2026-11-27, L = 1024 to 8192: 0 to 4% where 1 to 4% are
 # expected, causal heads of 72 and 128 channels 6 to 9%.
@@ -169,7 +176,7 @@ class OnePassDual(NamedTuple):
 
 ONE_PASS_DUAL = {64: OnePassDual(lag=1, kept=4)}  # H200, 2026-11-27, L = 8192
 # As ONE_PASS_FROM.  H200, 2026-11-27, L = 256 to 8192.
-ONE_PASS_DUAL_FROM = {64: 2048}
+ONE_PASS_DUAL_FROM = {64: (Enough(2048, 0.9),)}
 
 # With two warpgroups another tile, and so where blocks are not alike.  H200, 2026-11-23, L = 8192.
 WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}

@@ -1,7 +1,6 @@
 """Which programs compute what, and with which ring: decided on the host, from lengths and features alone."""
 
 import dataclasses
-import math
 from typing import Literal, NamedTuple
 
 import triton
@@ -75,12 +74,13 @@ class Sweep:
         """Is the backward to go once over the scores, and how is it to add dq up?  If so, this is the sweep, by key."""
         width, concurrent = config.width_of(self.head_dim), self.multiprocessors or 1
         table = config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM
-        if min(self.resident, self.seen) < table.get(width, math.inf):
+        if width not in table:
             return None
         groups = config.ONE_PASS_DUAL[width].groups if dual else self.ring_of_one_pass().groups
         blocks = triton.cdiv(self.resident, GROUP * groups)  # of a head
         rounds = triton.cdiv(blocks * self.heads, concurrent)
-        if blocks * self.heads < config.ONE_PASS_FILLS * rounds * concurrent:
+        rows, filled = min(self.resident, self.seen), blocks * self.heads / (rounds * concurrent)
+        if not any(rows >= enough.rows and filled >= enough.filled for enough in table[width]):
             return None
         # of lists, nobody knows how many blocks before another visit a tile
         orders = not self.features.tiles.present and (self.alike or width <= config.ORDERED_UNLIKE_UP_TO)
