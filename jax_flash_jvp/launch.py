@@ -244,6 +244,7 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
             "attention %s: %s, XLA cannot be told how to divide it: it gathers arrays that are sharded, and every device "
             "computes all of it", name, divided,
         )  # fmt: skip
+        problem = dataclasses.replace(problem, deterministic=True)  # the same on all
     elif divided and launcher.on_shards:
         job = functools.partial(on_shards, job, label=label(launcher.target, launcher.multiprocessors))
     try:

@@ -115,15 +115,18 @@ def on_shards(job: Callable, problem: Problem, *args: Any, label: str) -> Any:
         devices = mesh.devices.ravel()
         held = [_pieces(a, devices) for a in (*given, *results)]
         found = [(sizes, cut(sizes, held)) for sizes in _orders(_primes(len(devices)))]
-        sizes, by_number = max(found, key=lambda found: _product(found[0], {*itertools.chain(*found[1].values())}))
+        parts = [_product(sizes, {*itertools.chain(*of_axes.values())}) for sizes, of_axes in found]
+        sizes, by_number = found[parts.index(max(parts))]
         remedies = REMEDIES | (dict.fromkeys(SEQUENCE, WHOLE) if whole else {})
         _warn_of_gathering(ins, held[: len(given)], sizes, by_number, remedies)
         mesh = Mesh(
             devices.reshape(sizes), tuple(f"p{i}" for i in range(len(sizes))), axis_types=(AxisType.Auto,) * len(sizes)
         )
         spread = {name: tuple(f"p{i}" for i in over) for name, over in by_number.items() if over}
+        alike = max(parts) < len(devices)  # some devices compute the same, which is to have the same bits
+        on_each = dataclasses.replace(problem, deterministic=True) if alike else problem
         local = _in_context(
-            on_one, problem, args, spread, {name: _product(sizes, over) for name, over in by_number.items()}
+            on_one, on_each, args, spread, {name: _product(sizes, over) for name, over in by_number.items()}
         )
 
         def placed(arrays: list[Axes]) -> list[NamedSharding]:

@@ -67,6 +67,35 @@ CONTEXTS = {"auto": {}, "set-mesh": dict(set_mesh=True), "explicit": dict(kind=A
 NAMES = ["auto", pytest.param("set-mesh", marks=pytest.mark.thorough), "explicit"]
 
 
+@pytest.mark.parametrize(
+    ("spec", "alike"),
+    [
+        (PartitionSpec(("x", "y")), False),
+        (PartitionSpec("x", None, "y"), False),
+        (PartitionSpec("x", "y"), False),
+        (PartitionSpec("x"), True),
+        (PartitionSpec(None, "y"), True),
+        (PartitionSpec(), True),
+    ],
+    ids=str,
+)
+def test_devices_that_compute_the_same_get_the_same_bits(spec, alike, monkeypatch):
+    """Sums in any order would let copies of what depends on them drift apart."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    deterministic = []
+
+    def stand_in(name, launcher, x, *args, problem, **static):
+        if name == "backward":
+            deterministic.append(problem.deterministic)
+        return launch.reference_job(name)(x, *args, problem=problem, **static)
+
+    monkeypatch.setattr(launch, "_by_kernels", stand_in)
+    monkeypatch.setattr(launch.Interpreter, "on_shards", True)
+    put = [jax.device_put(a, NamedSharding(mesh, spec)) for a in operands()]
+    jax.jit(jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2))).lower(*put).compile()
+    assert deterministic[-1] == alike  # the one that XLA asks for as it divides the program
+
+
 @pytest.mark.parametrize("context", NAMES)
 @pytest.mark.parametrize(
     ("spec", "heads", "shard"),
