@@ -17,7 +17,7 @@ turns, in another order each round, so that neither drift nor a predecessor's he
 JAX: beside its portable kernels alone, cuDNN and XLA; and beside fa4-jax where that is installed.  PyTorch: beside
 scaled_dot_product_attention through cuDNN, FlashAttention, FlexAttention and, compiled, the math backend; and beside
 jvp-flash-attention or its fork with masks of blocks (jefequien/jvp_flash_attention), FlashAttention-3 (flash_attn_interface) and
-4 (flash_attn.cute) where these are installed.
+4 (flash_attn.cute) where these are installed; with --devices, beside PyTorch's ring and NVlabs/rcm where these can be imported.
 
 TFLOP/s count the matrix products that the job needs: 2 for the forward, 6 for forward + JVP, 5 for the backward, 15 for the
 dual backward (the gradient through forward + JVP), each of 2 B H Lq Lk D operations, half of that where causal, three quarters

@@ -10,6 +10,7 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,11 @@ PLAIN = ("forward", "forward + backward")
 
 
 class Way(NamedTuple):
-    attend: Callable  # of this process's parts
+    attend: Callable  # of this process's parts; or, if `pairs`, of (part, tangent) each, to such a pair
     order: str = "contiguous"
     jobs: tuple[str, ...] = tuple(PRODUCTS)
     context: Callable = contextlib.nullcontext  # within which it is called
+    pairs: bool = False
 
 
 def ways(n: int, causal: bool, device: str) -> dict[str, Way]:
@@ -49,12 +51,29 @@ def ways(n: int, causal: bool, device: str) -> dict[str, Way]:
         order = "zigzag" if causal else "contiguous"
         sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
         found["PyTorch's ring"] = Way(sdpa, order, PLAIN, functools.partial(pytorchs, n, causal))
+        if not causal and find_spec("rcm"):
+            found["rcm's Ulysses"] = Way(rcms, jobs=("forward + JVP",), pairs=True)
     return found
 
 
 def gathered(n: int, q, k, v):
     group = Group(dist.group.WORLD.group_name, n, dist.get_rank())
     return F.scaled_dot_product_attention(q, *move("gather", group, k, v))
+
+
+def rcms(*pairs):
+    results = _rcm()(*([a.transpose(1, 2) for a in pair] for pair in pairs))
+    return tuple(a.transpose(1, 2) for a in results)
+
+
+@functools.cache
+def _rcm() -> Callable:
+    """Of NVlabs/rcm, a checkout of which is on PYTHONPATH: of arrays [B, L, H, D]."""
+    from rcm.utils.jvp_helper import MinimalA2AAttnOpWithT
+
+    attention = MinimalA2AAttnOpWithT()
+    attention.set_context_parallel_group(dist.group.WORLD, None, torch.cuda.Stream())
+    return attention
 
 
 @contextlib.contextmanager
@@ -71,7 +90,7 @@ def pytorchs(n: int, causal: bool):
         yield
 
 
-def job(name: str, attend: Callable, arrays: list[torch.Tensor]) -> Callable:
+def job(name: str, attend: Callable, arrays: list[torch.Tensor], pairs: bool = False) -> Callable:
     """Of q, k, v, their tangents, and the cotangents of the output and of its tangent: a call without arguments."""
     *x, g, h = arrays
     x, t_x = tuple(x[:3]), tuple(x[3:6])
@@ -79,7 +98,7 @@ def job(name: str, attend: Callable, arrays: list[torch.Tensor]) -> Callable:
     if name == "forward":
         return torch.no_grad()(lambda: (attend(*x),))
     if name == "forward + JVP":
-        return torch.no_grad()(lambda: jvp(attend, x, t_x))
+        return torch.no_grad()(lambda: attend(*zip(x, t_x, strict=True)) if pairs else jvp(attend, x, t_x))
     if name == "forward + backward":
         return lambda: torch.autograd.grad(attend(*moving[:3]), moving[:3], g)
     return lambda: torch.autograd.grad(jvp(attend, tuple(moving[:3]), tuple(moving[3:])), moving, (g, h))
@@ -157,7 +176,7 @@ def measure(case: Case, options: Any, device: str) -> list[Row]:
             if name not in way.jobs or (options.contenders and who not in options.contenders):
                 continue
             parts = [part(a, n, way.order) for a in arrays]
-            call = job(name, way.attend, parts)
+            call = job(name, way.attend, parts, way.pairs)
             try:
                 with way.context():
                     error = slowest(compare(call(), expected, n, way.order), device)
