@@ -168,6 +168,8 @@ def _compute(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: An
         of_all = words_of(window, False, problem.soft_cap, problem.dropout_rate, deterministic=problem.deterministic)
         words = [*of_all, *sorted(names)]
         is_causal = False
+    if None in layout.kinds:  # some processes compute the same, which is to have the same bits
+        words = [*words, "deterministic"]
     local = [layout.local(argument, a) for argument, a in named.items()]
     results = getattr(ops, name)(*local, selection, is_causal, scale, with_ranges(words, ranges), *rest)
     if gives_gradients(name):

@@ -222,9 +222,12 @@ def failing(rank, n, folder):
 
 
 def dtensors(rank, n):
-    """By batch, heads and sequence, on meshes of one and two dimensions; backward and double backward."""
+    """By batch, heads and sequence, on meshes of one and two dimensions; backward and double backward.  Processes that compute
+    the same are to get the same bits."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import torch_bridge.dtensor
 
     def results(attention, x):
         x = [a.detach().requires_grad_() for a in x]
@@ -250,6 +253,16 @@ def dtensors(rank, n):
         "ranges": dict(key_ranges=normal(2, N, 16, 2, 2).mul(8).add(8).int()),
         "ranges-keys-whole": dict(key_ranges=normal(1, 1, 16, 1, 2).mul(8).add(8).int(), is_causal=True),
     }  # fmt: skip
+
+    class Heard:
+        def __getattr__(self, name):
+            def operator(*args):
+                same_bits.add(any("deterministic" in a.split() for a in args if isinstance(a, str)))
+                return getattr(torch.ops.torch_bridge, name)(*args)
+
+            return operator
+
+    same_bits, torch_bridge.dtensor.ops = set(), Heard()
 
     def of(place, name, a):
         """The placement of a mask, or of sinks."""
@@ -283,6 +296,9 @@ def dtensors(rank, n):
             error = max(relative(a.full_tensor(), b) for a, b in zip(got, results(attention, x), strict=True))
             if not error < 1e-11:
                 yield f"{place} {name} {strategy}: error {error:.2g}"
+            if same_bits != {whole in place}:
+                yield f"{place} {name} {strategy}: to have the same bits: {same_bits}"
+            same_bits.clear()
         except Exception:
             yield f"{place} {name} {strategy}: {traceback.format_exc()}".replace("\n", " | ")
 
