@@ -192,7 +192,8 @@ def dot_product_attention(
       deterministic: True: gradients have the same bits on every run.  None: if XLA's operations have, by
         ``--xla_gpu_deterministic_ops`` or ``--xla_gpu_exclude_nondeterministic_ops`` in XLA_FLAGS.  Else terms of the
         query's gradients are added up in whatever order they come, which changes their last bits, in long sequences where
-        a fixed order would take more than 5% longer.  Dropout does not depend on it.
+        a fixed order would take more than 5% longer.  What several devices compute alike has the same bits on all, whatever
+        this says; not inside a `shard_map` whose types do not tell, as without `check_vma`.
 
     Returns:
       The output, [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`; with `return_residual`, a pair of it and of the

@@ -18,6 +18,7 @@ Only names that JAX exports outside `jax._src` are used.
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import math
 import warnings
@@ -159,6 +160,13 @@ def _divided(ctx: Any) -> tuple[Any, bool | str]:
     return ctx.replace(module_context=module.replace(axis_context=axis)), True
 
 
+def _alike(operands: Sequence[Any]) -> bool:
+    """Whether devices of a shard_map compute the same: its types say so, unless `check_vma` is False."""
+    mesh, varying = operands[0].sharding.mesh, frozenset().union(*[a.mat.varying for a in operands])
+    manual = [n for name, n in mesh.shape.items() if name in mesh.manual_axes and name not in varying]
+    return bool(varying) and math.prod(manual) > 1
+
+
 # ---------------------------------------------------------------------------------------------- the primitive
 
 
@@ -201,6 +209,8 @@ class KernelPrimitive:
 
     def _lower(self, implementation: Callable, ctx: Any, *values: Any, **params: Any) -> Any:
         ctx, divided = _divided(ctx)
+        if _alike(ctx.avals_in):  # their copies are to have the same bits
+            params["problem"] = dataclasses.replace(params["problem"], deterministic=True)
         flat = functools.partial(self._flat, functools.partial(implementation, divided=divided))
         with float64_if(ctx.avals_in):
             return mlir.lower_fun(flat, multiple_results=True)(ctx, *values, **params)

@@ -187,7 +187,8 @@ def scaled_dot_product_attention(
       return_lse: also return the log-sum-exp of the scores.
       deterministic: True: gradients have the same bits on every run.  None: what torch.are_deterministic_algorithms_enabled()
         says when this is called.  Else terms of the query's gradients are added up in whatever order they come, which changes
-        their last bits, in long sequences where a fixed order would take more than 5% longer.
+        their last bits, in long sequences where a fixed order would take more than 5% longer.  What several processes compute
+        alike, of DTensors that a dimension of the mesh has whole, has the same bits in all, whatever this says.
 
     Returns:
       [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev]; with `return_lse`, a pair of it and of

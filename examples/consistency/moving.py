@@ -12,7 +12,7 @@ from consistency.waves import position_waves, time_waves
 def moving_digits(digits: Digits, batch: int, frames: int, side: int, movers: int, seed: int, step: int) -> Digits:
     """`batch` videos [frames, side, side] of so many digits, all of a video from one class, each at a constant speed.
 
-    A video of more frames is a smoother one: along each side a digit moves by at most 16 pixels in all.
+    A video of more frames is a slower one: along each side a digit moves by at most 16 whole pixels in all.
 
     A function of (seed, step) alone, so that a resumed run sees the videos that an uninterrupted one sees.
     """
