@@ -79,8 +79,8 @@ class Sweep:
         groups = config.ONE_PASS_DUAL[width].groups if dual else self.ring_of_one_pass().groups
         blocks = triton.cdiv(self.resident, GROUP * groups)  # of a head
         rounds = triton.cdiv(blocks * self.heads, concurrent)
-        rows, filled = min(self.resident, self.seen), blocks * self.heads / (rounds * concurrent)
-        if not any(rows >= enough.rows and filled >= enough.filled for enough in table[width]):
+        rows, busy = min(self.resident, self.seen), blocks * self.heads
+        if not any(rows >= from_rows and busy >= filled * rounds * concurrent for from_rows, filled in table[width]):
             return None
         # of lists, nobody knows how many blocks before another visit a tile
         orders = not self.features.tiles.present and (self.alike or width <= config.ORDERED_UNLIKE_UP_TO)
