@@ -68,9 +68,14 @@ def _zero(x: Any) -> ad.Zero:
 # ---------------------------------------------------------------------------------------------- axes of shard_map
 
 
+def _type(a: Any) -> Any:
+    """Of an array; a type is its own."""
+    return a if isinstance(a, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(a)
+
+
 def _varying(tree: Any) -> frozenset:
-    """The manual mesh axes over which some leaf varies."""
-    return frozenset().union(*[jax.typeof(a).mat.varying for a in tree_leaves(tree)])
+    """The manual mesh axes over which some leaf, an array or its type, varies."""
+    return frozenset().union(*[_type(a).mat.varying for a in tree_leaves(tree)])
 
 
 def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
@@ -98,20 +103,15 @@ def _vary_with_tangent(axes, primals, tangents):
     return _vary(a, axes), _vary(t, missing) if missing else t
 
 
-def _sharding(a: Any) -> Any:
-    """Of the type of an array, or of a type."""
-    return (a if isinstance(a, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(a)).sharding
-
-
 def axes_of(a: Any) -> tuple[Any, ...]:
     """The Explicit mesh axes over which each axis of an array, or of its type, is spread."""
-    spec = _sharding(a).spec
+    spec = _type(a).sharding.spec
     return (*spec, *(None,) * (a.ndim - len(spec)))
 
 
 def result(shape: Sequence[int], dtype: Any, like: Any, axes: Sequence[Any]) -> jax.ShapeDtypeStruct:
     """What a kernel gives: spread over these axes of the mesh of `like`."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(_sharding(like).mesh, PartitionSpec(*axes)))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(_type(like).sharding.mesh, PartitionSpec(*axes)))
 
 
 def _repeated(a: Any, size: int, mapped: Any, axis: int) -> Any:
@@ -119,7 +119,7 @@ def _repeated(a: Any, size: int, mapped: Any, axis: int) -> Any:
     spread = axes_of(mapped)[axis]
     if spread is None or size == 1 or any(axes_of(a)) or jax.sharding.get_abstract_mesh().empty:
         return jnp.broadcast_to(a, (size, *a.shape))
-    sharding = NamedSharding(_sharding(mapped).mesh, PartitionSpec(spread))
+    sharding = NamedSharding(_type(mapped).sharding.mesh, PartitionSpec(spread))
     return jnp.broadcast_to(a, (size, *a.shape), out_sharding=sharding)
 
 
@@ -128,7 +128,7 @@ def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     plain = [jax.core.ShapedArray(o.shape, o.dtype) for o in outputs]
     if operands[0].sharding.mesh.empty:
         return plain
-    manual = ManualAxisType(varying=frozenset().union(*[a.mat.varying for a in operands]))
+    manual = ManualAxisType(varying=_varying(operands))
     return [p.update(sharding=o.sharding, manual_axis_type=manual) for p, o in zip(plain, outputs, strict=True)]
 
 
@@ -162,7 +162,7 @@ def _divided(ctx: Any) -> tuple[Any, bool | str]:
 
 def _alike(operands: Sequence[Any]) -> bool:
     """Whether devices of a shard_map compute the same: its types say so, unless `check_vma` is False."""
-    mesh, varying = operands[0].sharding.mesh, frozenset().union(*[a.mat.varying for a in operands])
+    mesh, varying = operands[0].sharding.mesh, _varying(operands)
     manual = [n for name, n in mesh.shape.items() if name in mesh.manual_axes and name not in varying]
     return bool(varying) and math.prod(manual) > 1
 
