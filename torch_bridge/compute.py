@@ -65,7 +65,9 @@ def compute(name: str, *args: Any) -> tuple[Tensor | None, ...]:
         return ring.run(compute, name, args, word)
     launches[name] += 1
     kernels = on_nvidia(args[0])
-    if kernels and not TRITON:
+    if not kernels:
+        logger.debug("attention %s: this is not computed on an NVIDIA GPU; the reference computes it", name)
+    elif not TRITON:
         kernels = False
         logger.debug("attention %s: Triton is not installed; the reference computes it", name)
     if kernels:

@@ -211,6 +211,12 @@ def test_heads_that_are_too_wide_for_the_kernels(arguments, caplog):
     assert f"the kernels do not serve {reason}; the tiled reference computes it" in caplog.text
 
 
+def test_the_log_says_that_there_is_no_gpu(caplog):
+    with caplog.at_level("DEBUG", "jax_flash_jvp"):
+        jax.jit(dot_product_attention).trace(*float32(QUERY, KEY, VALUE)).lower(lowering_platforms=("cpu",))
+    assert "attention forward: this is not computed on an NVIDIA GPU; the tiled reference computes it" in caplog.text
+
+
 def test_everything_is_dropped():
     x = float32(QUERY, KEY, VALUE)
     attend = lambda *x: dot_product_attention(*x, return_residual=True, **dropout)

@@ -506,7 +506,7 @@ def test_a_module_is_scripted_while_patched():
 
 def test_sdpa_kernel_is_told_once_to_be_ignored(caplog, monkeypatch):
     monkeypatch.setattr(attention._Said, "sdpa_kernel", False)
-    with caplog.at_level("DEBUG", "torch_bridge"):
+    with caplog.at_level("DEBUG", "torch_bridge.attention"):
         sdpa(A, A, A)
         assert not caplog.text
         with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
@@ -1317,6 +1317,12 @@ def test_functions_are_overridden_as_those_of_torch(name):
     assert seen == [function]
     for result in (named.as_subclass(torch.Tensor), got, torch.fx.symbolic_trace(attend)(q)):
         torch.testing.assert_close(result, attend(q))
+
+
+def test_the_log_says_that_there_is_no_gpu(caplog):
+    with caplog.at_level("DEBUG", "torch_bridge"):
+        sdpa(A, A, A)
+    assert "attention forward: this is not computed on an NVIDIA GPU; the reference computes it" in caplog.text
 
 
 def test_without_triton(monkeypatch, caplog):
