@@ -233,7 +233,7 @@ class Descriptor:
     def add(self, at, source):
         """What is in the source when somebody waits until it has been read; it is there when somebody waits for that, or at
         the end."""
-        there, where = self.there(at), (id(self.array), *map(int, at))
+        there, where = self.there(at), (self, *map(int, at))
         assert there.shape == source.array.shape
 
         def read():
@@ -467,7 +467,7 @@ class Launcher:
         self.modules, self.late, self.multiprocessors = emulated(*change), late, multiprocessors
         self.launched = set()  # names and features of kernels, and so many programs
         self.together = together  # the name of a kernel
-        self.added = {}  # by place, the programs that have had TMA add there
+        self.added = {}  # by descriptor and place, the programs that have had TMA add there
 
     def strides(self, array):
         return tuple(s // array.itemsize for s in array.strides)
