@@ -8,40 +8,49 @@ from consistency import plots
 from consistency.data import DIGIT_SIZE, Digits
 from consistency.waves import position_waves, time_waves
 
+SHOT = 8  # frames
+
 
 def moving_digits(digits: Digits, batch: int, frames: int, side: int, movers: int, seed: int, step: int) -> Digits:
-    """`batch` videos [frames, side, side] of so many digits, all of a video from one class, each at a constant speed.
+    """`batch` videos [frames, side, side] of so many digits, all of a video from one class.
 
-    A video of more frames is a slower one: along each side a digit moves by at most 16 whole pixels in all.
+    Every 8 frames, a shot, each is written anew and takes another direction, in which it moves at constant speed, along each
+    side by at most 16 whole pixels: a longer video shows more, rather than the same more often, which nearly pure noise would
+    give away already (docs/tutorials/index.md).
 
     A function of (seed, step) alone, so that a resumed run sees the videos that an uninterrupted one sees.
     """
     generator = np.random.default_rng((seed, step))
     labels = digits.labels[generator.integers(len(digits.labels), size=batch)]
-    room = side - DIGIT_SIZE
+    room, shots = side - DIGIT_SIZE, -(-frames // SHOT)
     start = generator.uniform(0, 2 * room, (batch, movers, 2, 1))
-    distance = generator.uniform(-16, 16, (batch, movers, 2, 1))  # pixels
-    path = start + distance * np.arange(frames) / frames
+    speed = generator.uniform(-16, 16, (batch, movers, 2, shots)) / SHOT  # pixels a frame
+    moved = np.repeat(speed, SHOT, axis=-1)[..., :frames]
+    path = start + np.cumsum(moved, axis=-1) - moved
     corners = np.rint(room - np.abs(path % (2 * room) - room)).astype(int) if room else np.zeros_like(path, int)
     videos = np.full((batch, frames, side, side), -1, np.float32)
     for video, label, of_video in zip(videos, labels, corners, strict=True):
-        same = np.flatnonzero(digits.labels == label)
-        for image, (rows, columns) in zip(generator.choice(same, movers), of_video, strict=True):
-            for frame, row, column in zip(video, rows, columns, strict=True):
+        written = generator.choice(np.flatnonzero(digits.labels == label), (movers, shots))
+        for images, (rows, columns) in zip(written.repeat(SHOT, axis=1)[:, :frames], of_video, strict=True):
+            for frame, image, row, column in zip(video, images, rows, columns, strict=True):
                 place = frame[row : row + DIGIT_SIZE, column : column + DIGIT_SIZE]
                 np.maximum(place, digits.images[image, ..., 0], out=place)
     return Digits(videos, labels)
 
 
 def place_waves(frames: int, side: int, width: int) -> np.ndarray:
-    """[frames · side², width]: the waves of place and of time of each token, frame after frame."""
-    of_time = np.repeat(time_waves(frames, width), side**2, axis=0)
-    return np.tile(position_waves(side, width), (frames, 1)) + of_time
+    """[frames · side², width]: the waves of each token's place, and of its shot and frame in it, frame after frame."""
+    shots = -(-frames // SHOT)
+    of_shot, of_frame = time_waves(shots, width // 2).repeat(SHOT, 0), np.tile(time_waves(SHOT, width // 2), (shots, 1))
+    of_time = np.concatenate([of_shot, of_frame], axis=1)[:frames]
+    return np.tile(position_waves(side, width), (frames, 1)) + of_time.repeat(side**2, axis=0)
 
 
-def film_strips(path: Path, title: str, videos: dict[str, np.ndarray], shown: int = 8, each: int = 5) -> None:
-    """One panel per entry of `videos` [N, frames, side, side], a row of frames per video."""
-    stride = max(1, next(iter(videos.values())).shape[1] // shown)
-    strips = {name: np.asarray(video, np.float32)[:each, ::stride][:, :shown] for name, video in videos.items()}
+def film_strips(path: Path, title: str, videos: dict[str, np.ndarray], each: int = 5) -> None:
+    """One panel per entry of `videos` [N, frames, side, side], a row for each: its first shot, and eight frames of the others."""
+    frames = next(iter(videos.values())).shape[1]
+    later = np.linspace(SHOT, frames - 1, 8).astype(int) if frames > SHOT else []
+    chosen = [*range(min(frames, SHOT)), *later]
+    strips = {name: np.asarray(video, np.float32)[:each, chosen] for name, video in videos.items()}
     panels = {name: strip.reshape(-1, *strip.shape[2:], 1) for name, strip in strips.items()}
-    plots.sample_grid(path, title, panels, columns=next(iter(strips.values())).shape[1])
+    plots.sample_grid(path, title, panels, columns=len(chosen), wide=frames > SHOT)

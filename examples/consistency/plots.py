@@ -14,13 +14,14 @@ from matplotlib import ticker
 INK = "#1f3b57"
 
 
-def sample_grid(path: Path, title: str, panels: Mapping[str, np.ndarray], columns: int) -> None:
-    """One panel of images [N, height, width, 1] in [-1, 1] per entry, `columns` images to a row."""
-    across = min(len(panels), 2)
+def sample_grid(path: Path, title: str, panels: Mapping[str, np.ndarray], columns: int, wide: bool = False) -> None:
+    """One panel of images [N, height, width, 1] in [-1, 1] per entry, `columns` images to a row; two beside each other, or one
+    that is `wide`."""
+    across, width = (1, 9.6) if wide else (min(len(panels), 2), 4.8)
     down = -(-len(panels) // across)
     pictures = [_tile(images, columns) for images in panels.values()]
-    height = 4.4 * pictures[0].shape[0] / pictures[0].shape[1] + 0.4
-    figure, axes = plt.subplots(down, across, figsize=(4.8 * across, height * down + 0.6), squeeze=False)
+    height = (width - 0.4) * pictures[0].shape[0] / pictures[0].shape[1] + 0.4
+    figure, axes = plt.subplots(down, across, figsize=(width * across, height * down + 0.6), squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
     for axis, name, picture in zip(axes.flat, panels, pictures, strict=False):

@@ -22,6 +22,7 @@ def consistency(monkeypatch):
     import consistency.compare
     import consistency.config
     import consistency.data
+    import consistency.moving
     import consistency.quality
 
     return consistency
@@ -72,6 +73,26 @@ def test_mosaics_are_cut_where_they_were_joined(consistency):
     assert [known[image.tobytes()] for image in digits.images] == list(digits.labels)
     again = data.training_batch(train, 6, mosaic=3, seed=0, step=5)
     np.testing.assert_array_equal(again.images, mosaics.images)
+
+
+def test_digits_move_in_shots(consistency):
+    """In each shot one digit of the class of the video; another in the next."""
+    moving, data = consistency.moving, consistency.data
+    train, _ = data.load_digits()
+    videos = moving.moving_digits(train, 3, frames=20, side=24, movers=1, seed=0, step=5)
+    known = {
+        image[image.any(1)][:, image.any(0)].tobytes(): label
+        for image, label in zip(train.images[..., 0] + 1, train.labels, strict=True)
+    }
+    for video, label in zip(videos.images + 1, videos.labels, strict=True):
+        cut = [frame[frame.any(1)][:, frame.any(0)].tobytes() for frame in video]
+        shots = [set(cut[first : first + moving.SHOT]) for first in range(0, 20, moving.SHOT)]
+        assert [len(shot) for shot in shots] == [1, 1, 1]
+        assert len(set(cut)) == 3
+        assert {known[ink] for ink in cut} == {label}
+    again = moving.moving_digits(train, 3, frames=20, side=24, movers=1, seed=0, step=5)
+    np.testing.assert_array_equal(again.images, videos.images)
+    assert moving.place_waves(20, 3, 64).shape == (180, 64)
 
 
 def test_frechet_distance_between_gaussians(consistency):
