@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -116,6 +117,11 @@ def import_jax_triton() -> Any:
         for name in ("get_compute_capability", "get_serialized_metadata"):  # 0.3.1 asks for them when imported
             if not hasattr(library, name):
                 patch.setattr(library, name, None, raising=False)
+        if (
+            "jax_triton" not in sys.modules
+        ):  # an import that failed leaves its submodules, which the next would not bind
+            for name in [name for name in sys.modules if name.startswith("jax_triton.")]:
+                del sys.modules[name]
         import jax_triton
 
     if cache_directory is None:  # importing jax_triton unsets it or sets it to the empty string

@@ -531,9 +531,10 @@ def test_two_processes(unused_port):
 def unused_port():
     import socket
 
-    with socket.socket() as s:
+    with socket.socket() as s:  # bound until the test ends, so that nobody else is given it; a server binds beside
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         s.bind(("localhost", 0))
-        return s.getsockname()[1]
+        yield s.getsockname()[1]
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
