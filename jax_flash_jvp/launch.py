@@ -215,11 +215,12 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
     def label(*target: Any) -> str:
         return " ".join(map(str, (name, problem, sorted(static.items()), *target, _code())))
 
-    if wanted is None and platform != "cuda":
+    elsewhere = wanted is None and platform != "cuda"
+    if elsewhere:
         logger.debug("attention %s: this is not computed on an NVIDIA GPU; the tiled reference computes it", name)
     if platform == "cuda" and wanted != "xla" and name not in _KERNELS:
         logger.debug("attention %s: the tiled reference alone computes this derivative", name)
-    if wanted == "xla" or name not in _KERNELS or nothing_to_do or (wanted is None and platform != "cuda"):
+    if wanted == "xla" or name not in _KERNELS or nothing_to_do or elsewhere:
         return by_reference()
     reason = unserved(x)
     if reason is not None:

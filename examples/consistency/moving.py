@@ -22,16 +22,16 @@ def moving_digits(digits: Digits, batch: int, frames: int, side: int, movers: in
     """
     generator = np.random.default_rng((seed, step))
     labels = digits.labels[generator.integers(len(digits.labels), size=batch)]
-    room, shots = side - DIGIT_SIZE, -(-frames // SHOT)
+    room, shot = side - DIGIT_SIZE, np.arange(frames) // SHOT
     start = generator.uniform(0, 2 * room, (batch, movers, 2, 1))
-    speed = generator.uniform(-16, 16, (batch, movers, 2, shots)) / SHOT  # pixels a frame
-    moved = np.repeat(speed, SHOT, axis=-1)[..., :frames]
+    speed = generator.uniform(-16, 16, (batch, movers, 2, shot[-1] + 1)) / SHOT  # pixels a frame
+    moved = speed[..., shot]
     path = start + np.cumsum(moved, axis=-1) - moved
     corners = np.rint(room - np.abs(path % (2 * room) - room)).astype(int) if room else np.zeros_like(path, int)
     videos = np.full((batch, frames, side, side), -1, np.float32)
     for video, label, of_video in zip(videos, labels, corners, strict=True):
-        written = generator.choice(np.flatnonzero(digits.labels == label), (movers, shots))
-        for images, (rows, columns) in zip(written.repeat(SHOT, axis=1)[:, :frames], of_video, strict=True):
+        written = generator.choice(np.flatnonzero(digits.labels == label), (movers, shot[-1] + 1))
+        for images, (rows, columns) in zip(written[:, shot], of_video, strict=True):
             for frame, image, row, column in zip(video, images, rows, columns, strict=True):
                 place = frame[row : row + DIGIT_SIZE, column : column + DIGIT_SIZE]
                 np.maximum(place, digits.images[image, ..., 0], out=place)
@@ -40,16 +40,15 @@ def moving_digits(digits: Digits, batch: int, frames: int, side: int, movers: in
 
 def place_waves(frames: int, side: int, width: int) -> np.ndarray:
     """[frames · side², width]: the waves of each token's place, and of its shot and frame in it, frame after frame."""
-    shots = -(-frames // SHOT)
-    of_shot, of_frame = time_waves(shots, width // 2).repeat(SHOT, 0), np.tile(time_waves(SHOT, width // 2), (shots, 1))
-    of_time = np.concatenate([of_shot, of_frame], axis=1)[:frames]
+    shot, frame = np.divmod(np.arange(frames), SHOT)
+    of_time = np.concatenate([time_waves(n.max() + 1, width // 2)[n] for n in (shot, frame)], axis=1)
     return np.tile(position_waves(side, width), (frames, 1)) + of_time.repeat(side**2, axis=0)
 
 
 def film_strips(path: Path, title: str, videos: dict[str, np.ndarray], each: int = 5) -> None:
     """One panel per entry of `videos` [N, frames, side, side], a row for each: its first shot, and eight frames of the others."""
     frames = next(iter(videos.values())).shape[1]
-    later = np.linspace(SHOT, frames - 1, 8).astype(int) if frames > SHOT else []
+    later = np.linspace(SHOT, frames - 1, np.clip(frames - SHOT, 0, 8)).astype(int)
     chosen = [*range(min(frames, SHOT)), *later]
     strips = {name: np.asarray(video, np.float32)[:each, chosen] for name, video in videos.items()}
     panels = {name: strip.reshape(-1, *strip.shape[2:], 1) for name, strip in strips.items()}

@@ -117,9 +117,8 @@ def import_jax_triton() -> Any:
         for name in ("get_compute_capability", "get_serialized_metadata"):  # 0.3.1 asks for them when imported
             if not hasattr(library, name):
                 patch.setattr(library, name, None, raising=False)
-        if (
-            "jax_triton" not in sys.modules
-        ):  # an import that failed leaves its submodules, which the next would not bind
+        if "jax_triton" not in sys.modules:
+            # An import that failed leaves its submodules, which the next would not bind.
             for name in [name for name in sys.modules if name.startswith("jax_triton.")]:
                 del sys.modules[name]
         import jax_triton
