@@ -68,8 +68,9 @@ class _Arrays:
         edges = [self.array(a) for pair in pairs for a in pair]
         edges = self.module.broadcast_tensors(*edges) if self.is_torch else self.module.broadcast_arrays(*edges)
         edges = self.module.stack(list(edges), -1)
-        edges = edges.reshape(*edges.shape[:-1], len(pairs), 2)
-        return edges[None, None] if edges.ndim == 3 else edges[:, None]
+        batch = edges.shape[0] if edges.ndim == 3 else 1
+        # Not by None: along that NumPy's strides are 0, which PyTorch's DDP takes for elements that share memory.
+        return edges.reshape(batch, 1, edges.shape[-2], len(pairs), 2)
 
     def place(self, edges: Any, n: Any) -> Any:
         """How many of the edges, in order, are at most n."""
@@ -210,9 +211,9 @@ def sliding_tile(
         before = ((first[:, None, :last] + offsets) * np.array(steps[:last], int)).sum(-1)  # [tiles, R]
         start = before + first[:, None, last] * steps[last]
         edges = np.stack([start, start + widths[last] * steps[last]], -1) * tokens
-        return dict(key_ranges=arrays.array(edges.repeat(tokens, 0)[None, None]))
+        return dict(key_ranges=arrays.array(edges.repeat(tokens, 0).reshape(1, 1, -1, *edges.shape[1:])))
     low, high = first, first + widths
-    seen = ((low[:, None] <= places) & (places < high[:, None])).all(-1)[None, None]
+    seen = ((low[:, None] <= places) & (places < high[:, None])).all(-1).reshape(1, 1, len(places), -1)
     name = "attn_mask" if arrays.is_torch else "mask"
     mask = arrays.array(seen) != 0
     return {name: mask, "mask_block_size": (tokens, tokens)}

@@ -11,7 +11,7 @@ from flax import nnx
 
 from consistency.config import TrainingConfig
 from consistency.data import CLASSES, DIGIT_SIZE
-from consistency.moving import place_waves
+from consistency.moving import place_waves, shot_ranges
 from consistency.waves import position_waves, time_frequencies
 from jax_flash_jvp import visibility
 from jax_flash_jvp.flax import attention_fn
@@ -175,12 +175,16 @@ class FrameTransformer(nnx.Module):
 
 class VideoTransformer(DiffusionTransformer):
     """Videos [batch, frames, side, side], any fixed number of times and a class label → a video. The tokens of all frames
-    are one sequence, frame after frame, so that devices that share the frames share the sequence."""
+    are one sequence, frame after frame, so that devices that share the frames share the sequence. Every second block sees it
+    whole, the others each shot alone: of 16,384 tokens a few matter to a stroke, which nothing at first tells apart."""
 
     def __init__(self, config: TrainingConfig, frames: int, times: int, rngs: nnx.Rngs):
         super().__init__(config, times, rngs)
         self.frames = frames
         self.positions = nnx.Param(jnp.asarray(place_waves(frames, self.side, config.width)))
+        of_shots = make_attention_fn(config.attention, key_ranges=shot_ranges(frames, self.side))
+        for block in self.blocks[::2]:
+            block.attention.attention_fn = of_shots
 
     def _to_tokens(self, images: jax.Array) -> jax.Array:
         grid = images.reshape(-1, self.frames, self.side, self.patch, self.side, self.patch)

@@ -1,6 +1,7 @@
 """The diffusion transformer of models_jax.py in PyTorch: the same network, initialized alike."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from consistency.config import TrainingConfig
 from consistency.data import CLASSES, DIGIT_SIZE
-from consistency.moving import place_waves
+from consistency.moving import place_waves, shot_ranges
 from consistency.waves import position_waves, time_frequencies
 from jax_flash_jvp import visibility
 from torch_bridge import scaled_dot_product_attention
@@ -137,13 +138,17 @@ class DiffusionTransformer(nn.Module):
         for embed, time in zip(self.embed_times, times, strict=True):
             condition = condition + embed(time)
         condition = condition[:, None, :]
-        for block in self.blocks:
-            tokens = block(tokens, condition)
+        for block, seen in zip(self.blocks, self._seen(), strict=False):
+            tokens = block(tokens, condition, **seen)
         shift, scale = self.modulation(F.silu(condition)).chunk(2, -1)
         return self._to_image(self.out(self.norm(tokens) * (1 + scale) + shift))
 
     def _positions(self) -> Tensor:
         return self.positions
+
+    def _seen(self) -> Iterator[dict[str, Tensor]]:
+        """Of each block, what it sees, in keywords of attention."""
+        return itertools.repeat({})
 
     def _to_patches(self, images: Tensor) -> Tensor:
         return to_patches(images, self.patch)
@@ -154,16 +159,25 @@ class DiffusionTransformer(nn.Module):
 
 class VideoTransformer(DiffusionTransformer):
     """Videos [batch, frames, side, side], any fixed number of times and a class label → videos. The tokens of all frames are
-    one sequence, frame after frame; of several processes, `part` of `parts` is given its share of the frames."""
+    one sequence, frame after frame; of several processes, `part` of `parts` is given its share of the frames. Every second block
+    sees the sequence whole, the others each shot alone: of 16,384 tokens a few matter to a stroke, which nothing at first tells
+    apart."""
 
     def __init__(self, config: TrainingConfig, frames: int, times: int, part: int = 0, parts: int = 1):
         super().__init__(config, times)
         self.frames = frames // parts
         self.first = part * self.frames * self.side**2  # token
         self.positions = nn.Parameter(torch.tensor(place_waves(frames, self.side, config.width)))
+        self.register_buffer("key_ranges", torch.tensor(shot_ranges(frames, self.side)), persistent=False)
+
+    def _mine(self, of_tokens: Tensor, axis: int = 0) -> Tensor:
+        return of_tokens.narrow(axis, self.first, self.frames * self.side**2)
 
     def _positions(self) -> Tensor:
-        return self.positions[self.first : self.first + self.frames * self.side**2]
+        return self._mine(self.positions)
+
+    def _seen(self) -> Iterator[dict[str, Tensor]]:
+        return itertools.cycle([{"key_ranges": self._mine(self.key_ranges, -3)}, {}])
 
     def _to_patches(self, videos: Tensor) -> Tensor:  # → [batch, token, patch²]
         grid = videos.reshape(-1, self.frames, self.side, self.patch, self.side, self.patch)

@@ -7,6 +7,7 @@ import numpy as np
 from consistency import plots
 from consistency.data import DIGIT_SIZE, Digits
 from consistency.waves import position_waves, time_waves
+from jax_flash_jvp import visibility
 
 SHOT = 8  # frames
 
@@ -29,12 +30,13 @@ def moving_digits(digits: Digits, batch: int, frames: int, side: int, movers: in
     path = start + np.cumsum(moved, axis=-1) - moved
     corners = np.rint(room - np.abs(path % (2 * room) - room)).astype(int) if room else np.zeros_like(path, int)
     videos = np.full((batch, frames, side, side), -1, np.float32)
-    for video, label, of_video in zip(videos, labels, corners, strict=True):
-        written = generator.choice(np.flatnonzero(digits.labels == label), (movers, shot[-1] + 1))
-        for images, (rows, columns) in zip(written[:, shot], of_video, strict=True):
-            for frame, image, row, column in zip(video, images, rows, columns, strict=True):
-                place = frame[row : row + DIGIT_SIZE, column : column + DIGIT_SIZE]
-                np.maximum(place, digits.images[image, ..., 0], out=place)
+    of_classes = [np.flatnonzero(digits.labels == label) for label in labels]
+    written = np.stack([generator.choice(of_class, (movers, shot[-1] + 1)) for of_class in of_classes])[..., shot]
+    video, frame, pixel = np.ogrid[:batch, :frames, :DIGIT_SIZE]
+    for mover in range(movers):
+        rows, columns = (corners[:, mover, axis, :, None] + pixel for axis in range(2))
+        places = video[..., None], frame[..., None], rows[..., None], columns[:, :, None]
+        videos[places] = np.maximum(videos[places], digits.images[written[:, mover], ..., 0])
     return Digits(videos, labels)
 
 
@@ -43,6 +45,12 @@ def place_waves(frames: int, side: int, width: int) -> np.ndarray:
     shot, frame = np.divmod(np.arange(frames), SHOT)
     of_time = np.concatenate([time_waves(n.max() + 1, width // 2)[n] for n in (shot, frame)], axis=1)
     return np.tile(position_waves(side, width), (frames, 1)) + of_time.repeat(side**2, axis=0)
+
+
+def shot_ranges(frames: int, side: int) -> np.ndarray:
+    """The `key_ranges` of tokens that each see their shot."""
+    tokens = frames * side**2
+    return visibility.documents(tokens, np.append(np.arange(0, tokens, SHOT * side**2), tokens))
 
 
 def film_strips(path: Path, title: str, videos: dict[str, np.ndarray], each: int = 5) -> None:
