@@ -176,7 +176,7 @@ class FrameTransformer(nnx.Module):
 class VideoTransformer(DiffusionTransformer):
     """Videos [batch, frames, side, side], any fixed number of times and a class label → a video. The tokens of all frames
     are one sequence, frame after frame, so that devices that share the frames share the sequence. Every second block sees it
-    whole, the others each shot alone: of 16,384 tokens a few matter to a stroke, which nothing at first tells apart."""
+    whole, the others each shot alone, without which long videos are not learnt (docs/tutorials/index.md)."""
 
     def __init__(self, config: TrainingConfig, frames: int, times: int, rngs: nnx.Rngs):
         super().__init__(config, times, rngs)

@@ -160,8 +160,7 @@ class DiffusionTransformer(nn.Module):
 class VideoTransformer(DiffusionTransformer):
     """Videos [batch, frames, side, side], any fixed number of times and a class label → videos. The tokens of all frames are
     one sequence, frame after frame; of several processes, `part` of `parts` is given its share of the frames. Every second block
-    sees the sequence whole, the others each shot alone: of 16,384 tokens a few matter to a stroke, which nothing at first tells
-    apart."""
+    sees the sequence whole, the others each shot alone, as in models_jax.py."""
 
     def __init__(self, config: TrainingConfig, frames: int, times: int, part: int = 0, parts: int = 1):
         super().__init__(config, times)
