@@ -131,7 +131,8 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch):
         torch.testing.assert_close(two["method"][name], parameter)
 
 
-VIDEO = "--steps=4 --checkpoint_every=2 --frames=16 --batch=2 --samples=2 --width=16 --heads=2 --depth=2".split()
+OPTIONS = dict(steps=4, checkpoint_every=2, frames=16, batch=2, samples=2, width=16, heads=2, depth=2)
+VIDEO = [f"--{name}={value}" for name, value in OPTIONS.items()]
 
 
 @pytest.mark.thorough
