@@ -25,7 +25,7 @@ from consistency import plots
 from consistency.config import option, parse_config
 from consistency.data import CLASSES, DIGIT_SIZE, load_digits
 from consistency.models_jax import VideoTransformer
-from consistency.moving import film_strips, moving_digits
+from consistency.moving import PRESETS, film_strips, moving_digits
 from consistency.training_jax import device_facts, initial_state, make_optimizer, make_train_step, train
 from meanflow_jax import Config as MeanFlowConfig
 from meanflow_jax import MeanFlow
@@ -48,24 +48,6 @@ class Config(MeanFlowConfig):
     @property
     def tokens(self) -> int:
         return self.frames * (self.mosaic * DIGIT_SIZE // self.patch) ** 2
-
-
-PRESETS = {
-    "digits": {},  # 8 frames of 4 x 4 tokens
-    # 1,024 frames of them, with heads of 64 channels
-    "video": dict(
-        frames=1024,
-        width=128,
-        depth=6,
-        heads=2,
-        dtype="bfloat16",
-        batch=4,
-        steps=20000,
-        learning_rate=1e-3,
-        ema_decay=0.999,
-        equal_times=0.5,
-    ),
-}
 
 
 def main(config: Config) -> None:

@@ -1,7 +1,6 @@
 """The diffusion transformer of models_jax.py in PyTorch: the same network, initialized alike."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -138,17 +137,17 @@ class DiffusionTransformer(nn.Module):
         for embed, time in zip(self.embed_times, times, strict=True):
             condition = condition + embed(time)
         condition = condition[:, None, :]
-        for block, seen in zip(self.blocks, self._seen(), strict=False):
-            tokens = block(tokens, condition, **seen)
+        for index, block in enumerate(self.blocks):
+            tokens = block(tokens, condition, **self._seen_by(index))
         shift, scale = self.modulation(F.silu(condition)).chunk(2, -1)
         return self._to_image(self.out(self.norm(tokens) * (1 + scale) + shift))
 
     def _positions(self) -> Tensor:
         return self.positions
 
-    def _seen(self) -> Iterator[dict[str, Tensor]]:
-        """Of each block, what it sees, in keywords of attention."""
-        return itertools.repeat({})
+    def _seen_by(self, block: int) -> dict[str, Tensor]:
+        """What a block sees, in keywords of attention."""
+        return {}
 
     def _to_patches(self, images: Tensor) -> Tensor:
         return to_patches(images, self.patch)
@@ -175,8 +174,8 @@ class VideoTransformer(DiffusionTransformer):
     def _positions(self) -> Tensor:
         return self._mine(self.positions)
 
-    def _seen(self) -> Iterator[dict[str, Tensor]]:
-        return itertools.cycle([{"key_ranges": self._mine(self.key_ranges, -3)}, {}])
+    def _seen_by(self, block: int) -> dict[str, Tensor]:
+        return {} if block % 2 else {"key_ranges": self._mine(self.key_ranges, -3)}
 
     def _to_patches(self, videos: Tensor) -> Tensor:  # → [batch, token, patch²]
         grid = videos.reshape(-1, self.frames, self.side, self.patch, self.side, self.patch)

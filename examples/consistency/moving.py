@@ -11,6 +11,23 @@ from jax_flash_jvp import visibility
 
 SHOT = 8  # frames
 
+PRESETS = {
+    "digits": {},  # 8 frames of 4 x 4 tokens
+    # 1,024 frames of them, with heads of 64 channels
+    "video": dict(
+        frames=1024,
+        width=128,
+        depth=6,
+        heads=2,
+        dtype="bfloat16",
+        batch=4,
+        steps=20000,
+        learning_rate=1e-3,
+        ema_decay=0.999,
+        equal_times=0.5,
+    ),
+}
+
 
 def moving_digits(digits: Digits, batch: int, frames: int, side: int, movers: int, seed: int, step: int) -> Digits:
     """`batch` videos [frames, side, side] of so many digits, all of a video from one class.

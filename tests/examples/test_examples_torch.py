@@ -175,12 +175,7 @@ def test_jax_and_torch_compute_the_same(method):
     config = in_jax.Config(**options)
     x, labels = in_jax.training_batch(in_jax.load_digits()[0], config.batch, config.mosaic, 0, 0)
     times = 2 if method == "meanflow" else 1
-    graph, parameters = nnx.split(in_jax.DiffusionTransformer(config, times=times, rngs=nnx.Rngs(0)))
-    leaves, structure = jax.tree.flatten(parameters)
-    keys = jax.random.split(jax.random.key(1), len(leaves))  # zero-initialized layers would hide what is behind them
-    leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    parameters = jax.tree.unflatten(structure, leaves)
-
+    graph, parameters = split_and_perturb(in_jax.DiffusionTransformer(config, times=times, rngs=nnx.Rngs(0)))
     key = jax.random.key(2)
     if method == "meanflow":
         jax_method, torch_method = in_jax.MeanFlow(config, graph), in_torch.MeanFlow(in_torch.Config(**options))
@@ -208,6 +203,36 @@ def test_jax_and_torch_compute_the_same(method):
     for name, parameter in torch_method.network.named_parameters():
         error = torch.linalg.vector_norm(parameter.grad - expected[name]) / torch.linalg.vector_norm(expected[name])
         assert error < rounding, name
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_second_block_sees_shots_alone(depth):
+    """In JAX as in PyTorch: of one block, another second shot changes nothing in the first."""
+    import consistency.models_jax as in_jax
+    import consistency.models_torch as in_torch
+    from video_jax import Config
+
+    config = Config(frames=16, width=16, heads=2, depth=depth)
+    graph, parameters = split_and_perturb(in_jax.VideoTransformer(config, 16, times=2, rngs=nnx.Rngs(0)))
+    network = in_torch.VideoTransformer(config, 16, times=2)
+    network.load_state_dict(to_torch(parameters))
+    videos = np.random.default_rng(0).standard_normal((2, 16, 16, 16)).astype(np.float32)
+    videos[1, :8] = videos[0, :8]
+    times, labels = np.full((2, 2), 0.5, np.float32), np.zeros(2, np.int32)
+    u = np.asarray(nnx.merge(graph, parameters)(jnp.asarray(videos), (*jnp.asarray(times),), jnp.asarray(labels)))
+    of_torch = network(torch.tensor(videos), (*torch.tensor(times),), torch.tensor(labels)).detach().numpy()
+    np.testing.assert_allclose(of_torch, u, rtol=1e-4, atol=1e-5 * np.abs(u).max())
+    alike = [np.abs(a[0] - a[1])[:8].max() < 1e-6 * np.abs(a).max() for a in (u, of_torch)]
+    assert alike == [depth == 1] * 2
+
+
+def split_and_perturb(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
+    """Of other parameters than its first: zero-initialized layers would hide what is behind them."""
+    graph, parameters = nnx.split(model)
+    leaves, structure = jax.tree.flatten(parameters)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return graph, jax.tree.unflatten(structure, leaves)
 
 
 def to_torch(state: nnx.State) -> dict[str, torch.Tensor]:
