@@ -22,6 +22,7 @@ import jax_calls  # noqa: E402
 import meanflow  # noqa: E402
 import measure  # noqa: E402
 import published  # noqa: E402
+import regret  # noqa: E402
 import torch_calls  # noqa: E402
 import visibility  # noqa: E402
 from measure import PRODUCTS, Case, Contender, Oracle  # noqa: E402
@@ -431,3 +432,16 @@ def test_host_time_without_a_gpu(capsys):
     with pytest.raises(SystemExit):
         host_time.main([])
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_regret(framework, tmp_path, capsys):
+    """Kinds of calls with a bias, with lengths and with more keys than queries: right, timed, worst first."""
+    names = ["BEiT", "decoding, lengths", "speculative decoding"]
+    arguments = ["--framework", framework, "--small", "--quick", "--calls", *names, "--output", str(tmp_path / "out")]
+    regret.main(arguments)
+    printed = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines()]  # no failure among them
+    assert len(printed) == 12
+    assert printed == sorted(printed, reverse=True)
+    assert (tmp_path / "out.png").exists()

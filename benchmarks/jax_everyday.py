@@ -1,0 +1,187 @@
+"""The calls of `everyday.py` in JAX, compiled: arrays, contenders, float64 and timing for `regret.py`."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from everyday import Call
+from jax_calls import out_of_memory, release  # noqa: F401 (what `attempt` asks of a framework)
+from jax_flash_jvp import dot_product_attention, visibility
+
+CHAINED = 10  # calls in what is timed at once
+SCORES = 2**27  # that the float64 computation holds at a time
+
+
+def gpus() -> int:
+    return len(jax.devices()) if jax.default_backend() == "gpu" else 0
+
+
+def draw(call: Call) -> tuple[tuple, tuple, tuple, dict]:
+    """(q, k, v[, bias]), their tangents, the cotangents of the output and of its tangent, and the other arguments."""
+    b, t, s, n, k, d, dtype, kind = call
+    shapes = [(b, t, n, d), (b, s, k, d), (b, s, k, d)]
+    shapes += {"bias": [(1, n, t, s)], "key bias": [(b, 1, 1, s)]}.get(kind, [])
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+    normal = lambda shape: jax.random.normal(next(keys), shape, jnp.dtype(dtype))
+    x, tx = (tuple(map(normal, shapes)) for _ in range(2))
+    cotangents = normal(shapes[0]), normal(shapes[0])
+    extra = {}
+    if kind == "lengths":
+        extra["key_value_seq_lengths"] = jax.random.randint(next(keys), (b,), s // 2, s + 1)
+    if kind in ("mask", "dense mask"):
+        extra["mask"] = jax.random.bernoulli(next(keys), 0.8, (b, 1, t if kind == "dense mask" else 1, s))
+    return x, tx, cotangents, extra
+
+
+def visible(call: Call) -> dict[str, Any]:
+    """What a kind without arrays is for `jax.nn.dot_product_attention`, and for `dot_product_attention`, with T = S."""
+    if call.kind == "causal" and call.queries == call.keys:
+        return dict(is_causal=True)
+    if call.kind == "window":
+        return dict(local_window_size=(256, 0))
+    return {}
+
+
+def ours(call: Call, implementation: str | None = None) -> Callable:
+    extra = visible(call)
+    if call.kind == "causal" and not extra:
+        extra = dict(key_ranges=visibility.causal(call.queries, offset=call.keys - call.queries))
+    return functools.partial(dot_product_attention, implementation=implementation, **extra)
+
+
+def theirs(call: Call, implementation: str) -> Callable:
+    extra = visible(call)
+    if call.kind == "causal" and not extra:
+        extra = dict(mask=jnp.tril(jnp.ones((1, 1, call.queries, call.keys), bool), call.keys - call.queries))
+    return functools.partial(jax.nn.dot_product_attention, implementation=implementation, **extra)
+
+
+def contenders(call: Call, job: str) -> dict[str, Callable]:
+    found = {"default": ours(call), "XLA": theirs(call, "xla")}
+    if gpus():
+        found |= {"hopper": ours(call, "hopper"), "portable": ours(call, "portable")}
+        if "JVP" not in job:
+            found["cuDNN"] = theirs(call, "cudnn")
+    return found
+
+
+def job_function(job: str, attention: Callable) -> Callable:
+    """Of x, tx, the cotangents and the other arguments; results in a flat tuple."""
+
+    def function(x, tx, cotangents, extra):
+        f = lambda *x: attention(*x[:3], **extra, **({"bias": x[3]} if len(x) > 3 else {}))
+        if job == "forward":
+            return (f(*x),)
+        if job == "forward + JVP":
+            return jax.jvp(f, x, tx)
+        if job == "forward + backward":
+            o, pull = jax.vjp(f, *x)
+            return o, *pull(cotangents[0])
+        both, pull = jax.vjp(lambda x, tx: jax.jvp(f, x, tx), x, tx)
+        return (*both, *[g for group in pull(cotangents) for g in group])
+
+    return function
+
+
+def naive(call: Call) -> Callable:
+    """Scores and softmax in float32 at least; products in the dtype of the arrays."""
+
+    def attention(q, k, v, bias=None, mask=None, key_value_seq_lengths=None):
+        k, v = (jnp.repeat(a, call.heads // call.key_heads, 2) for a in (k, v))
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        s = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
+        s = s if bias is None else s + bias.astype(s.dtype)
+        i, j = jnp.arange(call.queries)[:, None], jnp.arange(call.keys)
+        seen = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
+        if call.kind in ("causal", "window"):
+            seen = seen & (j <= i + call.keys - call.queries)
+        if call.kind == "window":
+            seen = seen & (j >= i - 256)
+        if key_value_seq_lengths is not None:
+            seen = seen & (j < key_value_seq_lengths[:, None, None, None])
+        p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf)).astype(q.dtype)
+        return jnp.einsum("bnts,bsnh->btnh", p, v)
+
+    return attention
+
+
+def exact(call: Call, job: str, arrays: tuple) -> tuple[list[np.ndarray], list[float]]:
+    """The results in float64, and the errors of naive attention in the arrays' dtype."""
+    step = max(1, SCORES // (call.heads * call.queries * call.keys))
+    results = []
+    for wide in (True, False):
+        with jax.enable_x64(wide):
+            parts = [_of_entries(call, job, arrays, first, step, wide) for first in range(0, call.batch, step)]
+        results.append([_joined(call, pieces) for pieces in zip(*parts, strict=True)])
+    errors = [np.linalg.norm(a - b) / np.linalg.norm(a) for a, b in zip(*results, strict=True)]
+    return results[0], [float(e) for e in errors]
+
+
+def _of_entries(call: Call, job: str, arrays: tuple, first: int, step: int, wide: bool) -> list[np.ndarray]:
+    """Of some batch entries."""
+
+    def some(a):
+        a = a[first : first + step] if a.shape[0] == call.batch and (call.batch > 1) else a
+        return a.astype(jnp.float64) if wide and jnp.issubdtype(a.dtype, jnp.floating) else a
+
+    return [np.asarray(a, np.float64) for a in _naive_job(call, job)(*jax.tree.map(some, arrays))]
+
+
+@functools.cache
+def _naive_job(call: Call, job: str) -> Callable:
+    return jax.jit(job_function(job, naive(call)))
+
+
+def _joined(call: Call, pieces: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Results of the batch entries; of a bias that all entries share, the sum."""
+    shared = pieces[0].shape[1:] == (call.heads, call.queries, call.keys) and call.kind == "bias"
+    return sum(pieces) if shared else np.concatenate(pieces)
+
+
+def prepare(call: Call, job: str, attention: Callable, arrays: tuple, options: Any):
+    """The results, and a function that times the job: milliseconds."""
+    once = jax.jit(job_function(job, attention))
+    results = [np.asarray(a, np.float64) for a in once(*arrays)]
+    if not gpus():
+        run = once.lower(*arrays).compile()
+        return results, lambda: _milliseconds(lambda: run(*arrays))
+    x, tx, *rest = arrays
+    chain = lambda step: jax.jit(_chain(step, rest)).lower(x, tx).compile()
+    full, empty = chain(job_function(job, attention)), chain(None)
+
+    def net() -> float:
+        return (_milliseconds(lambda: full(x, tx)) - _milliseconds(lambda: empty(x, tx))) / CHAINED
+
+    return results, net
+
+
+def _chain(step: Callable | None, rest: list) -> Callable:
+    """As many calls after one another, each of which needs what the one before gave."""
+
+    def moved(carry, results):
+        """The operands, each by a little of a result of its shape, so that nothing is done once for all."""
+        results, new = [*results], []
+        for a in carry:
+            at = next((i for i, r in enumerate(results) if r.shape == a.shape), None)
+            new.append(a if at is None else a + (results.pop(at) * 1e-3).astype(a.dtype))
+        return new
+
+    def run(x, tx):
+        def body(carry, _):
+            results = carry if step is None else step(tuple(carry[: len(x)]), tuple(carry[len(x) :]), *rest)
+            return moved(carry, results), None
+
+        return jax.lax.scan(body, [*x, *tx], None, length=CHAINED)[0]
+
+    return run
+
+
+def _milliseconds(call: Callable) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return (time.perf_counter() - start) * 1e3

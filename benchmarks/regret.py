@@ -1,0 +1,203 @@
+"""What a changed import costs: the default, beside all that one could have called instead, over the calls of `everyday.py`.
+
+Regret is the time of the default over that of the best other: another implementation, or a family of kernels that the default
+did not choose.  Above 1 somebody waits for nothing.  The table begins with the worst, and the exit status says whether it is
+above `--at-most`.  Every result is first checked against float64; what is wrong is reported and not timed.
+
+    python benchmarks/regret.py                                   # JAX: device time of compiled calls
+    python benchmarks/regret.py --framework torch                 # PyTorch: wall time of eager calls
+    python benchmarks/regret.py --framework torch --graphs        # device time, by CUDA graphs
+    python benchmarks/regret.py --gpus 2 --calls Swin BEiT decoding
+    python benchmarks/regret.py --small --quick --calls BEiT      # tiny, on a CPU
+
+Each call is compiled and checked by a process of its own; a lock lets one of them at a time use a GPU for timing, once all are
+ready.  In JAX a chain of calls runs in one jitted scan, and the chain's own time is taken off, so that no host sets the pace.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from everyday import CALLS
+from measure import Failure, attempt, mistake, write
+
+JOBS = ("forward", "forward + JVP", "forward + backward", "JVP + dual backward")
+DEFAULT = "default"
+
+
+def one_call(name: str, options: argparse.Namespace, folder: Path) -> None:
+    """The milliseconds of each job and contender of one call, written to the folder."""
+    framework = importlib.import_module(f"{options.framework}_everyday")
+    call = CALLS[name].small() if options.small else CALLS[name]
+    arrays, times, failures = framework.draw(call), {}, {}
+    timers: dict[tuple[str, str], Callable[[], float]] = {}
+    with locked():  # float64 takes memory that others compile with
+        exact = {job: framework.exact(call, job, arrays) for job in options.jobs}
+    for job in options.jobs:
+        values, allowed = exact[job]
+        for who, attention in framework.contenders(call, job).items():
+            made = attempt(framework, lambda j=job, a=attention: framework.prepare(call, j, a, arrays, options))
+            reason = made.reason if isinstance(made, Failure) else mistake(made[0], values, allowed)
+            if reason:
+                failures[f"{job}, {who}"] = reason
+            else:
+                timers[job, who] = made[1]
+    if options.gpus:
+        wait_for_others(name, options, folder)
+    with locked():
+        samples: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
+        for turn in range(options.rounds):
+            order = list(timers)[turn % len(timers) :] + list(timers)[: turn % len(timers)]
+            for key in order:
+                samples[key].append(timers[key]())
+    for (job, who), found in samples.items():
+        times.setdefault(job, {})[who] = statistics.median(found)
+    (folder / f"{index(name, options)}.json").write_text(json.dumps(dict(times=times, failures=failures)))
+
+
+def index(name: str, options: argparse.Namespace) -> int:
+    return options.calls.index(name)
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Nobody else uses this GPU."""
+    path = Path(tempfile.gettempdir()) / f"regret-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def wait_for_others(name: str, options: argparse.Namespace, folder: Path) -> None:
+    """Nobody compiles beside a timing; but whoever takes too long is not waited for."""
+    (folder / f"{index(name, options)}.ready").touch()
+    end = time.monotonic() + options.patience
+    while len([*folder.glob("*.ready")]) < len(options.calls) and time.monotonic() < end:
+        time.sleep(0.5)
+
+
+def all_calls(options: argparse.Namespace, arguments: list[str]) -> dict[str, dict]:
+    """By name, what `one_call` wrote of each."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, processes = Path(temporary), []
+        for i, name in enumerate(options.calls):
+            environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", OMP_NUM_THREADS="1")
+            if options.gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = str(i % options.gpus)
+            of_one = ["--gpus", str(options.gpus), "--one", name, str(folder)]
+            command = [sys.executable, __file__, *arguments, *of_one]
+            with open(folder / f"{i}.log", "w") as log:
+                processes.append(subprocess.Popen(command, env=environment, stderr=log))
+            if not options.gpus:
+                processes[-1].wait()  # on a CPU one after the other
+        end = time.monotonic() + options.limit
+        for process in processes:
+            try:
+                process.wait(max(1.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        found = {}
+        for i, name in enumerate(options.calls):
+            path = folder / f"{i}.json"
+            lines = (folder / f"{i}.log").read_text().strip().splitlines()
+            ended = "; ".join(lines[-2:]) or "took too long"
+            found[name] = json.loads(path.read_text()) if path.exists() else dict(times={}, failures={"all": ended})
+        return found
+
+
+def regrets(found: dict[str, dict]) -> list[tuple[float, str, str, float, str, float]]:
+    """(regret, call, job, ms of the default, the best other, its ms), the worst first."""
+    rows = []
+    for name, result in found.items():
+        for job, times in result["times"].items():
+            others = {who: ms for who, ms in times.items() if who != DEFAULT}
+            if DEFAULT in times and others:
+                best = min(others, key=others.__getitem__)
+                rows.append((times[DEFAULT] / others[best], name, job, times[DEFAULT], best, others[best]))
+    return sorted(rows, reverse=True)
+
+
+def draw_map(rows: list[tuple], path: Path) -> None:
+    """Regret of each call and job as a colour: red is slower than the best other, blue faster."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import colors, pyplot
+
+    names = list(dict.fromkeys(row[1] for row in rows))
+    jobs = [job for job in JOBS if any(row[2] == job for row in rows)]
+    table = np.full((len(names), len(jobs)), np.nan)
+    for regret, name, job, *_ in rows:
+        table[names.index(name), jobs.index(job)] = regret
+    figure, ax = pyplot.subplots(figsize=(7, 0.27 * len(names) + 1.2))
+    ax.imshow(np.log2(table), cmap="RdBu_r", norm=colors.CenteredNorm(halfrange=3), aspect="auto")
+    for i, j in np.argwhere(np.isfinite(table)):
+        ax.text(j, i, f"{table[i, j]:.2f}", ha="center", va="center", fontsize=8)
+    ax.set_xticks(range(len(jobs)), jobs)
+    ax.set_yticks(range(len(names)), names)
+    ax.xaxis.tick_top()
+    ax.spines[:].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", default="jax", choices=["jax", "torch"])
+    parser.add_argument("--graphs", action="store_true", help="PyTorch's device time, by CUDA graphs")
+    parser.add_argument(
+        "--calls", nargs="+", default=list(CALLS), metavar="NAME", help="of everyday.py; all by default"
+    )
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
+    parser.add_argument("--gpus", type=int, help="how many to use; those at hand by default, none on a CPU")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--small", action="store_true", help="calls of the same kinds, small: to test the script")
+    parser.add_argument("--patience", type=float, default=300, help="seconds that processes wait for one another")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for all")
+    parser.add_argument("--at-most", type=float, default=1.05, help="regret, above which the exit status is 1")
+    parser.add_argument("--output", type=Path, default=Path("results/regret"), help="without an ending")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # what the processes are called with
+    options = parser.parse_args(arguments)
+    for name in options.calls:
+        if name not in CALLS:
+            parser.error(f"--calls must be among {', '.join(CALLS)}: got {name}")
+    if options.quick:
+        options.rounds = 1
+    if options.one:
+        one_call(options.one[0], options, Path(options.one[1]))
+        return 0
+    if options.gpus is None:
+        options.gpus = importlib.import_module(f"{options.framework}_everyday").gpus()
+    found = all_calls(options, sys.argv[1:] if arguments is None else arguments)
+    rows = regrets(found)
+    for regret, name, job, ms, best, other in rows:
+        print(f"{regret:6.2f}  {name:26s} {job:20s} {ms:9.4f} ms, {best} {other:9.4f} ms")
+    for name, result in found.items():
+        for what, reason in result["failures"].items():
+            print(f"{name}, {what}: {reason}")
+    every = [
+        (name, job, who, ms) for name, r in found.items() for job, t in r["times"].items() for who, ms in t.items()
+    ]
+    write(options.output.with_suffix(".csv"), ("call", "job", "who", "milliseconds"), every)
+    if rows:
+        draw_map(rows, options.output.with_suffix(".png"))
+    wrong = [what for result in found.values() for what in result["failures"] if what.endswith((DEFAULT, "all"))]
+    return 1 if wrong or not rows or rows[0][0] > options.at_most else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
