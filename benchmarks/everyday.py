@@ -1,6 +1,9 @@
 """Calls of attention that people make, by name: what `regret.py` times."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Call(NamedTuple):
@@ -85,3 +88,23 @@ CALLS: dict[str, Call] = {
     "B1 L1024 H24 D128": Call(1, 1024, 1024, 24, 24, 128),
     "B4 L1024 H12 D64, float32": Call(4, 1024, 1024, 12, 12, 64, "float32"),
 }
+
+
+def checked(call: Call, a: Any) -> Any:
+    """What is compared with float64 of an operand or a result: the first and the last batch entry; all, where entries share the
+    gradient of a bias."""
+    return a if call.kind == "bias" or a.shape[0] != call.batch else a[:: max(1, call.batch - 1)]
+
+
+def entries(call: Call, a: Any, first: int, count: int) -> Any:
+    """Of what each batch entry has of its own, so many entries."""
+    return a if shared(call, a) else a[first : first + count]
+
+
+def joined(call: Call, pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """The results of all entries; the sum of what they share."""
+    return sum(pieces) if shared(call, pieces[0]) else np.concatenate(pieces)
+
+
+def shared(call: Call, a: Any) -> bool:
+    return call.kind == "bias" and a.shape == (1, call.heads, call.queries, call.keys)

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from everyday import Call
+from everyday import Call, checked, entries, joined
 from jax_calls import out_of_memory, release  # noqa: F401 (what `attempt` asks of a framework)
 from jax_flash_jvp import dot_product_attention, visibility
+from measure import relative_errors
 
 CHAINED = 10  # calls in what is timed at once
 SCORES = 2**27  # that the float64 computation holds at a time
@@ -111,42 +112,29 @@ def naive(call: Call) -> Callable:
 
 
 def exact(call: Call, job: str, arrays: tuple) -> tuple[list[np.ndarray], list[float]]:
-    """The results in float64, and the errors of naive attention in the arrays' dtype."""
-    step = max(1, SCORES // (call.heads * call.queries * call.keys))
-    results = []
+    """What `checked` leaves of the results, in float64, and the errors of naive attention in the arrays' dtype."""
+    job_of_naive = jax.jit(job_function(job, naive(call)))
+    arrays = jax.tree.map(lambda a: checked(call, a), arrays)
+    step, found = max(1, SCORES // (call.heads * call.queries * call.keys)), []
     for wide in (True, False):
+        cast = lambda a, wide=wide: a.astype(jnp.float64) if wide and jnp.issubdtype(a.dtype, jnp.floating) else a
+        parts = []
         with jax.enable_x64(wide):
-            parts = [_of_entries(call, job, arrays, first, step, wide) for first in range(0, call.batch, step)]
-        results.append([_joined(call, pieces) for pieces in zip(*parts, strict=True)])
-    errors = [np.linalg.norm(a - b) / np.linalg.norm(a) for a, b in zip(*results, strict=True)]
-    return results[0], [float(e) for e in errors]
+            for first in range(0, len(arrays[0][0]), step):
+                some = jax.tree.map(lambda a, first=first, cast=cast: cast(entries(call, a, first, step)), arrays)
+                parts.append(to_numpy(job_of_naive(*some)))
+        found.append([joined(call, pieces) for pieces in zip(*parts, strict=True)])
+    return found[0], relative_errors(found[1], found[0])
 
 
-def _of_entries(call: Call, job: str, arrays: tuple, first: int, step: int, wide: bool) -> list[np.ndarray]:
-    """Of some batch entries."""
-
-    def some(a):
-        a = a[first : first + step] if a.shape[0] == call.batch and (call.batch > 1) else a
-        return a.astype(jnp.float64) if wide and jnp.issubdtype(a.dtype, jnp.floating) else a
-
-    return [np.asarray(a, np.float64) for a in _naive_job(call, job)(*jax.tree.map(some, arrays))]
-
-
-@functools.cache
-def _naive_job(call: Call, job: str) -> Callable:
-    return jax.jit(job_function(job, naive(call)))
-
-
-def _joined(call: Call, pieces: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Results of the batch entries; of a bias that all entries share, the sum."""
-    shared = pieces[0].shape[1:] == (call.heads, call.queries, call.keys) and call.kind == "bias"
-    return sum(pieces) if shared else np.concatenate(pieces)
+def to_numpy(arrays: Any) -> list[np.ndarray]:
+    return [np.asarray(a, np.float64) for a in arrays]
 
 
 def prepare(call: Call, job: str, attention: Callable, arrays: tuple, options: Any):
     """The results, and a function that times the job: milliseconds."""
     once = jax.jit(job_function(job, attention))
-    results = [np.asarray(a, np.float64) for a in once(*arrays)]
+    results = to_numpy(checked(call, a) for a in once(*arrays))
     if not gpus():
         run = once.lower(*arrays).compile()
         return results, lambda: _milliseconds(lambda: run(*arrays))

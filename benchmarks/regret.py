@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--small", action="store_true", help="calls of the same kinds, small: to test the script")
-    parser.add_argument("--patience", type=float, default=300, help="seconds that processes wait for one another")
+    parser.add_argument("--patience", type=float, default=200, help="seconds that processes wait for one another")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all")
     parser.add_argument("--at-most", type=float, default=1.05, help="regret, above which the exit status is 1")
     parser.add_argument("--output", type=Path, default=Path("results/regret"), help="without an ending")

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
 
-from everyday import Call
+from everyday import Call, checked, entries, joined
 from jax_flash_jvp import visibility
+from measure import relative_errors
 from torch_bridge import scaled_dot_product_attention
 from torch_calls import DEVICE, out_of_memory, release, to_numpy, wait  # noqa: F401 (`attempt` asks for the first two)
 
@@ -155,39 +157,24 @@ def naive(call: Call) -> Callable:
 
 
 def exact(call: Call, job: str, arrays: Arrays) -> tuple[list[np.ndarray], list[float]]:
-    """The results in float64, and the errors of naive attention in the arrays' dtype."""
-    step = max(1, SCORES // (call.heads * call.queries * call.keys))
-    results = []
+    """What `checked` leaves of the results, in float64, and the errors of naive attention in the arrays' dtype."""
+    arrays = tree_map(lambda a: checked(call, a), arrays)
+    step, found = max(1, SCORES // (call.heads * call.queries * call.keys)), []
     for wide in (True, False):
-        parts = [_of_entries(call, job, arrays, first, step, wide) for first in range(0, call.batch, step)]
-        results.append([_joined(call, pieces) for pieces in zip(*parts, strict=True)])
+        cast = lambda a, wide=wide: a.double() if wide and a.is_floating_point() else a
+        parts = []
+        for first in range(0, len(arrays[0][0]), step):
+            some = tree_map(lambda a, first=first, cast=cast: cast(entries(call, a, first, step)), arrays)
+            parts.append(to_numpy(job_function(job, naive(call), some)()))
+        found.append([joined(call, pieces) for pieces in zip(*parts, strict=True)])
     release()
-    errors = [np.linalg.norm(a - b) / np.linalg.norm(a) for a, b in zip(*results, strict=True)]
-    return results[0], [float(e) for e in errors]
-
-
-def _of_entries(call: Call, job: str, arrays: Arrays, first: int, step: int, wide: bool) -> list[np.ndarray]:
-    """Of some batch entries."""
-
-    def some(a):
-        a = a[first : first + step] if a.shape[0] == call.batch and call.batch > 1 else a
-        return a.double() if wide and a.is_floating_point() else a
-
-    *groups, extra = arrays
-    chosen = (*(tuple(map(some, group)) for group in groups), {name: some(a) for name, a in extra.items()})
-    return to_numpy(job_function(job, naive(call), chosen)())
-
-
-def _joined(call: Call, pieces: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Results of the batch entries; of a bias that all entries share, the sum."""
-    shared = call.kind == "bias" and pieces[0].shape[1:] == (call.heads, call.queries, call.keys)
-    return sum(pieces) if shared else np.concatenate(pieces)
+    return found[0], relative_errors(found[1], found[0])
 
 
 def prepare(call: Call, job: str, attention: Callable, arrays: Arrays, options: Any):
     """The results, and a function that times the job: milliseconds."""
     run = job_function(job, attention, arrays)
-    results = to_numpy(run())
+    results = to_numpy(checked(call, a) for a in run())
     if options.graphs:
         replay = _graph(run)
         return results, lambda: _milliseconds(replay)
