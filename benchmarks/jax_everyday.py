@@ -133,36 +133,38 @@ def to_numpy(arrays: Any) -> list[np.ndarray]:
 
 def prepare(call: Call, job: str, attention: Callable, arrays: tuple, options: Any):
     """The results, and a function that times the job: milliseconds."""
-    once = jax.jit(job_function(job, attention))
-    results = to_numpy(checked(call, a) for a in once(*arrays))
+    step = job_function(job, attention)
+    once = jax.jit(step).lower(*arrays).compile()
+    results = once(*arrays)
+    found = to_numpy(checked(call, a) for a in results)
     if not gpus():
-        run = once.lower(*arrays).compile()
-        return results, lambda: _milliseconds(lambda: run(*arrays))
-    x, tx, *rest = arrays
-    chain = lambda step: jax.jit(_chain(step, rest)).lower(x, tx).compile()
-    full, empty = chain(job_function(job, attention)), chain(None)
+        return found, lambda: _milliseconds(lambda: once(*arrays))
+    compiled = lambda chained: jax.jit(_chain(chained)).lower(arrays, results).compile()
+    full, moves = compiled(step), compiled(None)
 
     def net() -> float:
-        return (_milliseconds(lambda: full(x, tx)) - _milliseconds(lambda: empty(x, tx))) / CHAINED
+        return (_milliseconds(lambda: full(arrays, results)) - _milliseconds(lambda: moves(arrays, results))) / CHAINED
 
-    return results, net
+    return found, net
 
 
-def _chain(step: Callable | None, rest: list) -> Callable:
-    """As many calls after one another, each of which needs what the one before gave."""
+def _chain(step: Callable | None) -> Callable:
+    """As many calls after one another, each of which needs what the one before gave; of None what moves the operands, alone."""
 
-    def moved(carry, results):
-        """The operands, each by a little of a result of its shape, so that nothing is done once for all."""
+    def moved(operands, results):
+        """Each by a little of a result of its shape, so that nothing is done once for all."""
         results, new = [*results], []
-        for a in carry:
+        for a in operands:
             at = next((i for i, r in enumerate(results) if r.shape == a.shape), None)
             new.append(a if at is None else a + (results.pop(at) * 1e-3).astype(a.dtype))
         return new
 
-    def run(x, tx):
-        def body(carry, _):
-            results = carry if step is None else step(tuple(carry[: len(x)]), tuple(carry[len(x) :]), *rest)
-            return moved(carry, results), None
+    def run(arrays, results):
+        x, tx, *rest = arrays
+
+        def body(operands, _):
+            given = (tuple(operands[: len(x)]), tuple(operands[len(x) :]), *rest)
+            return moved(operands, results if step is None else step(*given)), None
 
         return jax.lax.scan(body, [*x, *tx], None, length=CHAINED)[0]
 
