@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     context_order: Order
 
 
+LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
 CONTEXT = dict(axis=None, strategy=None, order="contiguous")
 
 
@@ -82,20 +83,50 @@ def varlen_attention(
     q, k = as_array("query", query), as_array("key", key)
     if q.ndim != 3 or k.ndim != 3:
         raise ValueError(f"`query` and `key` must have shape [tokens, heads, channels]: got {q.shape} and {k.shape}")
-    edges = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
-    arrays = {name: as_array(name, a) for name, a in edges.items()}
+    names = "cu_seqlens_q", "cu_seqlens_q" if cu_seqlens_k is None else "cu_seqlens_k"
+    edges = dict(cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q)
+    arrays = {name: as_array(name, edges[name]) for name in names}
+    numbers = {name: known(edges[name]) for name in names}
     how = (options.get(f"context_{name}", otherwise) for name, otherwise in CONTEXT.items())
     context = context_of(*how, query=q.shape[0], key=k.shape[0])
     devices = 1 if context is None else context.devices
-    for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
-        check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], devices * tokens, known(a))
+    totals = devices * q.shape[0], devices * k.shape[0]
+    for name, total in {names[1]: totals[1], names[0]: min(totals) if cu_seqlens_k is None else totals[0]}.items():
+        check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], total, numbers[name])
     window = window_of(local_window_size) or (None, None)
-    ranges = visibility.documents(devices * q.shape[0], *arrays.values(), is_causal=is_causal, window=window, like=q)
-    if context is not None:
+    ranges = visibility.documents(totals[0], *map(arrays.get, names), is_causal=is_causal, window=window, like=q)
+
+    def of_device(a: Any, axis: int) -> Any:
+        """Its rows, of those of the whole sequence."""
+        if context is None:
+            return a
         chunks = jnp.stack(chunks_of(context.order, devices, jax.lax.axis_index(context.axes)))
-        rows = jnp.arange(devices * q.shape[0]).reshape(devices * len(chunks), -1)[chunks].ravel()
-        ranges = ranges[:, :, rows]
-    return dot_product_attention(q, k, value, key_ranges=ranges, return_residual=return_residual, **options)
+        rows = jnp.arange(a.shape[axis]).reshape(devices * len(chunks), -1)[chunks].ravel()
+        return jnp.take(a, rows, axis)
+
+    # Tokens of no sequence may hold anything: lengths hide those behind the last one, and others become zeros.
+    lengths, inside = {}, []
+    for field, own, other, total in zip(LENGTHS, names, names[::-1], totals, strict=True):
+        if numbers[own] is None or numbers[own][-1] < total:
+            lengths[field] = arrays[own][-1:]
+        both_known = numbers[own] is not None and numbers[other] is not None
+        there = visibility.tokens_in_documents(total, numbers[own], numbers[other]) if both_known else None
+        inside.append(there if there is None else of_device(jnp.asarray(there), 0))
+    of_queries, of_keys = inside
+    q, k, v = _written(q, of_queries), _written(k, of_keys), _written(as_array("value", value), of_keys)
+    result = dot_product_attention(
+        q, k, v, key_ranges=of_device(ranges, 2), return_residual=return_residual, **lengths, **options
+    )
+    if not return_residual:
+        return _written(result, of_queries)
+    return _written(result[0], of_queries), _written(result[1], of_queries, -np.inf)
+
+
+def _written(a: Any, inside: Any, otherwise: float = 0) -> Any:
+    """`a`, with something else in the place of rows that are not inside."""
+    if inside is None or a.shape[:1] != inside.shape:
+        return a
+    return jnp.where(inside.reshape(-1, *[1] * (a.ndim - 1)), a, otherwise)
 
 
 def known(a: Any) -> list[int] | None:

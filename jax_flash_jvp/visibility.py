@@ -182,6 +182,15 @@ def documents(
     return arrays.ranges((start, end))
 
 
+def tokens_in_documents(tokens: int, edges: Sequence[int], other_edges: Sequence[int]) -> np.ndarray | None:
+    """[tokens]: which of them are in a document with tokens on the other side, queries for keys or keys for queries; None where
+    those before the last edge are.  The edges are known numbers, as many on both sides."""
+    alive = np.repeat(np.diff(other_edges) > 0, np.diff(edges))
+    if not edges[0] and alive.all():
+        return None
+    return np.concatenate([np.zeros(edges[0], bool), alive, np.zeros(tokens - edges[-1], bool)])
+
+
 def sliding_tile(
     grid: Sequence[int], tile: Sequence[int], window: Sequence[int], *, like: Any = None
 ) -> dict[str, Any]:
