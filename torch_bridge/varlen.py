@@ -12,7 +12,6 @@ from torch_bridge.attention import attend, context_of_call, options_of
 from torch_bridge.checks import check_devices, check_flag, check_number, check_tensor
 from torch_bridge.flash_attn import Results, window_from
 
-
 LENGTHS = ("query_lengths", "key_lengths")
 
 

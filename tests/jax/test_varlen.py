@@ -88,7 +88,13 @@ def test_tokens_of_no_sequence_may_hold_anything(implementation, traced, gaps, a
     dtype, head_dim, longest = ("bfloat16", 64, 90) if on_gpu else ("float32", H, 8)
     edges, inside, compact = packed_with_tokens_of_none(seed, longest, gaps=gaps)
     rows = [inside[0], inside[1], inside[1], inside[0], inside[0]]
-    channels = [(4, head_dim), (2, head_dim), (2, head_dim), (4, head_dim), (4,)]  # of q, k, v, and cotangents of o and ℓ
+    channels = [
+        (4, head_dim),
+        (2, head_dim),
+        (2, head_dim),
+        (4, head_dim),
+        (4,),
+    ]  # of q, k, v, and cotangents of o and ℓ
     drawn = [[oracle.normal(10 * i + j, r.sum(), *c) for j, (r, c) in enumerate(zip(rows, channels, strict=True))]
              for i in range(2)]  # fmt: skip
 
