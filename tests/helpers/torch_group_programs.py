@@ -135,8 +135,8 @@ def launches(rank, n):
 def errors(rank, n):
     """Of every process, before anything is sent."""
 
-    def packed(length, order="contiguous"):
-        x, edges = normal(length, 2, 4), torch.tensor([0, 9])
+    def packed(length, last, order="contiguous"):
+        x, edges = normal(length, 2, 4), torch.tensor([0, last])
         with context_parallel(dist.group.WORLD, order=order):
             flash_attn_varlen_func(x, x, x, edges, edges)
 
@@ -163,8 +163,8 @@ def errors(rank, n):
             attn_mask=create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu")
         ),
         "`key_ranges` must have shape (1 or 2, 1 or 3, 4, R, 2)": lambda: attend(key_ranges=ranges),
-        "`cu_seqlens_q` must not end beyond the 8 tokens": lambda: packed(4),
-        "`query` must have an even number of rows in": lambda: packed(3, order="zigzag"),
+        "`cu_seqlens_q` must not end beyond the 8 tokens": lambda: packed(4, 9),
+        "`query` must have an even number of rows in": lambda: packed(3, 6, order="zigzag"),
         "must call attention alike": lambda: attend(*[q[:, :, : 2 + rank]] * 3, context_strategy="ring"),
         "same strategy": lambda: attend(*[normal(2, 4, 4, 4)] * 3, context_strategy=("ring", "ulysses")[rank % 2]),
     }  # fmt: skip

@@ -131,7 +131,7 @@ def test_tokens_of_no_sequence_may_hold_anything(implementation, traced, gaps, a
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         assert not a[~r].any()
         scale = np.abs(b).max(initial=1)
-        np.testing.assert_allclose(a[r] / scale, b / scale, atol=0.02 if on_gpu else 1e-5)
+        np.testing.assert_allclose(a[r] / scale, b / scale, atol=0.03 if on_gpu else 1e-5)
 
 
 def test_one_program_for_every_packing():
