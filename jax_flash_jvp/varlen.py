@@ -91,7 +91,7 @@ def varlen_attention(
     context = context_of(*how, query=q.shape[0], key=k.shape[0])
     devices = 1 if context is None else context.devices
     totals = devices * q.shape[0], devices * k.shape[0]
-    for name, total in {names[1]: totals[1], names[0]: min(totals) if cu_seqlens_k is None else totals[0]}.items():
+    for name, total in zip(names, totals, strict=True):
         check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], total, numbers[name])
     window = window_of(local_window_size) or (None, None)
     ranges = visibility.documents(totals[0], *map(arrays.get, names), is_causal=is_causal, window=window, like=q)
@@ -105,25 +105,25 @@ def varlen_attention(
         return jnp.take(a, rows, axis)
 
     # Tokens of no sequence may hold anything: lengths hide those behind the last one, and others become zeros.
-    lengths, inside = {}, []
-    for field, own, other, total in zip(LENGTHS, names, names[::-1], totals, strict=True):
-        if numbers[own] is None or numbers[own][-1] < total:
+    lengths: dict[str, Any] = {}
+    inside = [None, None]
+    for i, (field, own, other) in enumerate(zip(LENGTHS, names, names[::-1], strict=True)):
+        some, others = numbers[own], numbers[other]
+        if some is None or some[-1] < totals[i]:
             lengths[field] = arrays[own][-1:]
-        both_known = numbers[own] is not None and numbers[other] is not None
-        there = visibility.tokens_in_documents(total, numbers[own], numbers[other]) if both_known else None
-        inside.append(there if there is None else of_device(jnp.asarray(there), 0))
-    of_queries, of_keys = inside
-    q, k, v = _written(q, of_queries), _written(k, of_keys), _written(as_array("value", value), of_keys)
+        there = some and others and visibility.tokens_in_documents(totals[i], some, others)
+        inside[i] = None if there is None else of_device(jnp.asarray(there), 0)
+    x = (_only(rows, a) for rows, a in zip((*inside, inside[1]), (q, k, as_array("value", value)), strict=True))
     result = dot_product_attention(
-        q, k, v, key_ranges=of_device(ranges, 2), return_residual=return_residual, **lengths, **options
+        *x, key_ranges=of_device(ranges, 2), return_residual=return_residual, **lengths, **options
     )
     if not return_residual:
-        return _written(result, of_queries)
-    return _written(result[0], of_queries), _written(result[1], of_queries, -np.inf)
+        return _only(inside[0], result)
+    return _only(inside[0], result[0]), _only(inside[0], result[1], -np.inf)
 
 
-def _written(a: Any, inside: Any, otherwise: float = 0) -> Any:
-    """`a`, with something else in the place of rows that are not inside."""
+def _only(inside: Any, a: Any, otherwise: float = 0) -> Any:
+    """`a`, with something else in the place of rows that are not inside; None: all are."""
     if inside is None or a.shape[:1] != inside.shape:
         return a
     return jnp.where(inside.reshape(-1, *[1] * (a.ndim - 1)), a, otherwise)
