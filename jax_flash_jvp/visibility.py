@@ -149,7 +149,10 @@ def documents(
 ) -> Any:
     """Query i sees the keys of its document: that with cu_seqlens[d] <= i < cu_seqlens[d + 1], whose keys are from
     key_cu_seqlens[d] on (as the queries, if None).  Causality and windows count from the lower right corner of each document, as
-    in flash-attn.  Queries of no document see nothing."""
+    in flash-attn.  Queries of no document see nothing.
+
+    For the kernels to read nothing behind the last document, pass its end as the lengths of queries and keys too:
+    `query_seq_lengths=cu_seqlens[-1:]`, `key_value_seq_lengths=key_cu_seqlens[-1:]`."""
     arrays = _Arrays(like, cu_seqlens, key_cu_seqlens)
     q_edges = arrays.places("cu_seqlens", cu_seqlens)
     alike = key_cu_seqlens is None or key_cu_seqlens is cu_seqlens

@@ -101,9 +101,13 @@ def flash_attn_varlen_func(
 
     Raises:
       ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `block_table`.  `cu_seqlens` that
-        decrease, or do not end at the number of tokens: where they are on the CPU.  On a GPU, and where torch.compile traces,
-        they are not looked at: what lies beyond the last sequence belongs to none, and gives zeros.
+        decrease, begin below zero or end beyond the tokens, where they are on the CPU.  They are not checked on a GPU, and where
+        torch.compile traces.
       TypeError: `cu_seqlens` that are no integers, and as of :func:`flash_attn_func`.
+      UserWarning: `cu_seqlens` on the CPU that do not begin with zero.
+
+    Tokens of no sequence give zeros.  Those behind the last sequence may hold NaN, in tensors, tangents and cotangents.  So may
+    those before the first one, and those of a sequence that has no tokens on the other side, where the reference computes.
     """
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
     if has_torch_function(tensors):
