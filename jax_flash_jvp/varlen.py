@@ -74,13 +74,13 @@ def varlen_attention(
       those that see no key.
 
     Raises:
-      ValueError: `cu_seqlens` that decrease, begin below zero or end beyond the tokens, where the host knows their numbers.  Numbers
-        that are traced or on a device are not checked.
+      ValueError: `cu_seqlens` that decrease, begin below zero or end beyond the tokens, where the host knows their numbers.
+        Numbers that are traced or on a device are not checked.
       TypeError: `cu_seqlens` that are no integers.
       UserWarning: `cu_seqlens` that are known and do not begin with zero.
 
-    Tokens behind the last sequence may hold NaN, in arrays, tangents and cotangents.  So may all tokens of no sequence, and those of
-    a sequence that has no tokens on the other side, where the host knows the numbers or the reference computes.
+    Tokens behind the last sequence may hold NaN, in arrays, tangents and cotangents.  So may all tokens of no sequence, and
+    those of a sequence that has no tokens on the other side, where the host knows the numbers or the reference computes.
 
     Other errors are those of `dot_product_attention`.
     """
