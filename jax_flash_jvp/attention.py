@@ -33,7 +33,7 @@ from jax_flash_jvp.problem import (
     warn_if_none_visible,
     window_of,
 )
-from jax_flash_jvp.reference import cut
+from jax_flash_jvp.reference import cut, inside_of
 
 IMPLEMENTATIONS = (None, *get_args(Implementation))
 LARGEST = np.iinfo(np.int32).max
@@ -279,7 +279,7 @@ def dot_product_attention(
     scaled_by = None
     if isinstance(scale, jax.core.Tracer):
         scaled_by, scale = _traced_scale(scale), 1
-        x = x._replace(query=cut(x.query, x.query_lengths))
+        x = x._replace(query=cut(x.query, inside_of(x)[0]))
     sink_scores = as_array("sinks", sinks)
     if sinks is not None and sink_scores.dtype.name not in DTYPES:
         raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sink_scores.dtype}; cast it")

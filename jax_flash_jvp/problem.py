@@ -284,10 +284,13 @@ def check_cu_seqlens(name: str, a: Any, of_queries: Any, tokens: int, numbers: S
         return
     if numbers[0] < 0 or any(a > b for a, b in itertools.pairwise(numbers)):
         raise ValueError(f"`{name}` must not decrease, from zero or more on: got {_few(numbers)}")
-    if numbers[-1] != tokens:
-        raise ValueError(
-            f"`{name}` must end at the number of tokens, {tokens}: got {_few(numbers)}; tokens of no sequence may be "
-            "one of their own, without tokens on the other side"
+    if numbers[-1] > tokens:
+        raise ValueError(f"`{name}` must not end beyond the {tokens} tokens: got {_few(numbers)}")
+    if numbers[0]:
+        warnings.warn(
+            f"`{name}`={_few(numbers)} leaves the first {numbers[0]} tokens in no sequence, and their results are zero: begin "
+            "with 0 if they are the first sequence",
+            stacklevel=3,
         )
 
 

@@ -325,18 +325,34 @@ def minus_row_sum(a: Array | None, b: Array | None) -> Array | None:
     return -(a.astype(dtype) * b.astype(dtype)).sum(-1).mT
 
 
-def cut(a: Array | None, lengths: Array | None, axis: int = 1) -> Array | None:
-    """Rows along an axis past the lengths, which may hold anything, as zeros: 0 · NaN would be NaN."""
-    if a is None or lengths is None:
+def cut(a: Array | None, inside: Array | None, axis: int = 1) -> Array | None:
+    """Rows along an axis that are not inside, and may hold anything, as zeros: 0 · NaN would be NaN."""
+    if a is None or inside is None:
         return a
-    inside = np.arange(a.shape[axis], dtype=np.int32)[None] < lengths[:, None]
     return jnp.where(inside[:, :, None, None] if axis == 1 else inside[:, None], a, 0)
 
 
 def cut_operands(operands: Operands, x: Operands) -> Operands:
     query, key, value = operands[:3]
-    key, value = (cut(a, x.key_lengths) for a in (key, value))
-    return operands._replace(query=cut(query, x.query_lengths), key=key, value=value)
+    queries, keys = inside_of(x)
+    return operands._replace(query=cut(query, queries), key=cut(key, keys), value=cut(value, keys))
+
+
+def inside_of(x: Operands) -> tuple[Array | None, Array | None]:
+    """Which queries [1|B, T] see a key, and which keys [1|B, S] a query sees, as far as lengths and ranges tell; None: all."""
+    queries, keys = (
+        None if lengths is None else np.arange(a.shape[1], dtype=np.int32) < lengths[:, None]
+        for a, lengths in ((x.query, x.query_lengths), (x.key, x.key_lengths))
+    )
+    if x.key_ranges is None:
+        return queries, keys
+    starts, ends = jnp.moveaxis(jnp.clip(x.key_ranges, 0, x.key.shape[1]), -1, 0)
+    some = starts < ends
+    steps = jnp.zeros_like(some, jnp.int32, shape=(len(some), x.key.shape[1] + 1)) + 0 * starts[:, 0, :1, 0]
+    add = jax.vmap(lambda a, at, n: a.at[at.ravel()].add(n.ravel().astype(jnp.int32)))
+    seen = jnp.cumsum(add(add(steps, starts, some), ends, -some.astype(jnp.int32)), 1)[:, :-1] > 0
+    sees = some.any((1, 3))
+    return (sees if queries is None else queries & sees), (seen if keys is None else keys & seen)
 
 
 def thinned(d: Arrays, a: Array | None) -> Array | None:
@@ -439,7 +455,8 @@ def backward_dual(
     `want` selects from dtx, the gradients, and `want_tangent` from dx, their tangents.
     """
     (o, log_sum_exp), (tx, (t_o, mu), cy) = y, t
-    (d_to, d_mu), (d_o, d_lse) = ((cut(a, x.query_lengths), cut(b, x.query_lengths, 2)) for a, b in (cty, cy))
+    queries, _ = inside_of(x)
+    (d_to, d_mu), (d_o, d_lse) = ((cut(a, queries), cut(b, queries, 2)) for a, b in (cty, cy))
     x, tx = cut_operands(x, x), cut_operands(tx, x)
     delta = add(d_mu, minus_row_sum(d_to, o))
     t_delta = add(d_lse, minus_row_sum(d_o, o), minus_row_sum(d_to, t_o))

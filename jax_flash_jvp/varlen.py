@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     context_order: Order
 
 
+LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
 CONTEXT = dict(axis=None, strategy=None, order="contiguous")
 
 
@@ -73,29 +74,63 @@ def varlen_attention(
       those that see no key.
 
     Raises:
-      ValueError: `cu_seqlens` that decrease, or do not end at the number of tokens: where their numbers are in the host's memory.
-        Where they are traced or on a device they are not looked at: what lies beyond the last sequence belongs to none.
+      ValueError: `cu_seqlens` that decrease, begin below zero or end beyond the tokens, where the host knows their numbers.
+        Numbers that are traced or on a device are not checked.
       TypeError: `cu_seqlens` that are no integers.
+      UserWarning: `cu_seqlens` that are known and do not begin with zero.
+
+    Tokens behind the last sequence may hold NaN, in arrays, tangents and cotangents.  So may all tokens of no sequence, and
+    those of a sequence that has no tokens on the other side, where the host knows the numbers or the reference computes.
 
     Other errors are those of `dot_product_attention`.
     """
     q, k = as_array("query", query), as_array("key", key)
     if q.ndim != 3 or k.ndim != 3:
         raise ValueError(f"`query` and `key` must have shape [tokens, heads, channels]: got {q.shape} and {k.shape}")
-    edges = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
-    arrays = {name: as_array(name, a) for name, a in edges.items()}
+    names = "cu_seqlens_q", "cu_seqlens_q" if cu_seqlens_k is None else "cu_seqlens_k"
+    edges = dict(cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q)
+    arrays = {name: as_array(name, edges[name]) for name in names}
+    numbers = {name: known(edges[name]) for name in names}
     how = (options.get(f"context_{name}", otherwise) for name, otherwise in CONTEXT.items())
     context = context_of(*how, query=q.shape[0], key=k.shape[0])
     devices = 1 if context is None else context.devices
-    for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
-        check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], devices * tokens, known(a))
+    totals = devices * q.shape[0], devices * k.shape[0]
+    for name, total in zip(names, totals, strict=True):
+        check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], total, numbers[name])
     window = window_of(local_window_size) or (None, None)
-    ranges = visibility.documents(devices * q.shape[0], *arrays.values(), is_causal=is_causal, window=window, like=q)
-    if context is not None:
+    ranges = visibility.documents(totals[0], *map(arrays.get, names), is_causal=is_causal, window=window, like=q)
+
+    def of_device(a: Any, axis: int) -> Any:
+        """Its rows, of those of the whole sequence."""
+        if context is None:
+            return a
         chunks = jnp.stack(chunks_of(context.order, devices, jax.lax.axis_index(context.axes)))
-        rows = jnp.arange(devices * q.shape[0]).reshape(devices * len(chunks), -1)[chunks].ravel()
-        ranges = ranges[:, :, rows]
-    return dot_product_attention(q, k, value, key_ranges=ranges, return_residual=return_residual, **options)
+        rows = jnp.arange(a.shape[axis]).reshape(devices * len(chunks), -1)[chunks].ravel()
+        return jnp.take(a, rows, axis)
+
+    # Tokens of no sequence may hold anything: lengths hide those behind the last one, and others become zeros.
+    lengths: dict[str, Any] = {}
+    inside = [None, None]
+    for i, (field, own, other) in enumerate(zip(LENGTHS, names, names[::-1], strict=True)):
+        some, others = numbers[own], numbers[other]
+        if some is None or some[-1] < totals[i]:
+            lengths[field] = arrays[own][-1:]
+        there = some and others and visibility.tokens_in_documents(totals[i], some, others)
+        inside[i] = None if there is None else of_device(jnp.asarray(there), 0)
+    x = (_only(rows, a) for rows, a in zip((*inside, inside[1]), (q, k, as_array("value", value)), strict=True))
+    result = dot_product_attention(
+        *x, key_ranges=of_device(ranges, 2), return_residual=return_residual, **lengths, **options
+    )
+    if not return_residual:
+        return _only(inside[0], result)
+    return _only(inside[0], result[0]), _only(inside[0], result[1], -np.inf)
+
+
+def _only(inside: Any, a: Any, otherwise: float = 0) -> Any:
+    """`a`, with something else in the place of rows that are not inside; None: all are."""
+    if inside is None or a.shape[:1] != inside.shape:
+        return a
+    return jnp.where(inside.reshape(-1, *[1] * (a.ndim - 1)), a, otherwise)
 
 
 def known(a: Any) -> list[int] | None:

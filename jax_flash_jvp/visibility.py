@@ -149,7 +149,10 @@ def documents(
 ) -> Any:
     """Query i sees the keys of its document: that with cu_seqlens[d] <= i < cu_seqlens[d + 1], whose keys are from
     key_cu_seqlens[d] on (as the queries, if None).  Causality and windows count from the lower right corner of each document, as
-    in flash-attn.  Queries of no document see nothing."""
+    in flash-attn.  Queries of no document see nothing.
+
+    For the kernels to read nothing behind the last document, pass its end as the lengths of queries and keys too:
+    `query_seq_lengths=cu_seqlens[-1:]`, `key_value_seq_lengths=key_cu_seqlens[-1:]`."""
     arrays = _Arrays(like, cu_seqlens, key_cu_seqlens)
     q_edges = arrays.places("cu_seqlens", cu_seqlens)
     alike = key_cu_seqlens is None or key_cu_seqlens is cu_seqlens
@@ -180,6 +183,15 @@ def documents(
     start = k_first if left is None else module.maximum(k_first, at - left)
     end = k_end if right is None else module.minimum(k_end, at + (right + 1))
     return arrays.ranges((start, end))
+
+
+def tokens_in_documents(tokens: int, edges: Sequence[int], other_edges: Sequence[int]) -> np.ndarray | None:
+    """[tokens]: which of them are in a document with tokens on the other side, queries for keys or keys for queries; None where
+    those before the last edge are.  The edges are known numbers, as many on both sides."""
+    alive = np.repeat(np.diff(other_edges) > 0, np.diff(edges))
+    if not edges[0] and alive.all():
+        return None
+    return np.concatenate([np.zeros(edges[0], bool), alive, np.zeros(tokens - edges[-1], bool)])
 
 
 def sliding_tile(

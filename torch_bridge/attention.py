@@ -333,12 +333,14 @@ def options_of(dropout_p, alignment, window, soft_cap, mask_block=None) -> tuple
 
 def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it."""
-    seen = log_sum_exp != -torch.inf  # NaN is seen
-    log_sum_exp = log_sum_exp.masked_fill(~seen, 0)
+    hidden = log_sum_exp == -torch.inf
+    log_sum_exp = log_sum_exp.masked_fill(hidden, 0)
     sinks = sinks.to(log_sum_exp.dtype)[:, None]
     softplus = lambda x: F.softplus(x, threshold=40)  # x where float64 shows no difference
     # sigmoid(ℓ - sink), as in `jax_flash_jvp`
-    share = torch.exp(-softplus(sinks - log_sum_exp)) * seen
+    share = torch.exp(-softplus(sinks - log_sum_exp)).masked_fill(
+        hidden, 0
+    )  # no product, as cotangents may be NaN there
     # in the memory order of o: PyTorch cannot change a tangent's where sizes are symbolic
     o = (o.transpose(1, 2) * share.transpose(1, 2)[..., None].contiguous()).to(o.dtype).transpose(1, 2)
     if not with_lse:
@@ -346,7 +348,7 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor, with_lse: bool) -
     # torch.logaddexp has second derivatives of NaN where the two are far apart
     above, below = log_sum_exp + softplus(sinks - log_sum_exp), sinks + softplus(log_sum_exp - sinks)
     both = torch.where(log_sum_exp > sinks, above, below)
-    return o, torch.where(seen, both, sinks)
+    return o, torch.where(hidden, sinks, both)
 
 
 def attend(

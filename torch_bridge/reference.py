@@ -90,13 +90,29 @@ def _keys_axis(case, name, mask):
     return 2 if name in OF_KEYS else None
 
 
-def _cut(case, name, a):
-    """What lies past the lengths, and may be anything, as zeros."""
-    lengths = case.selection.key_lengths if name in OF_KEYS else case.selection.query_lengths
-    if a is None or lengths is None or name in OF_SCORES:
+def _outside(case, queries, keys):
+    """Which queries [1|B, T] see no key, and which keys [1|B, S] no query sees, as far as lengths and ranges tell; None: none."""
+    x = case.selection
+    past = [
+        None if lengths is None else torch.arange(n, device=lengths.device) >= lengths[:, None]
+        for n, lengths in ((queries, x.query_lengths), (keys, x.key_lengths))
+    ]
+    if x.key_ranges is None:
+        return past
+    starts, ends = x.key_ranges.long().clamp(0, keys).unbind(-1)
+    some = starts < ends
+    steps = starts.new_zeros(starts.shape[0], keys + 1)
+    for at, change in ((starts, some.long()), (ends, -some.long())):
+        steps.scatter_add_(1, at.flatten(1), change.flatten(1))
+    unseen = ~some.any(3).any(1), steps.cumsum(1)[:, :-1] <= 0
+    return [b if a is None else a | b for a, b in zip(past, unseen, strict=True)]
+
+
+def _cut(a, outside):
+    """What lies outside, and may be anything, as zeros."""
+    if a is None or outside is None:
         return a
-    past = torch.arange(a.shape[2], device=a.device) >= lengths[:, None]
-    return a.masked_fill(past.view(past.shape[0], 1, past.shape[1], *[1] * (a.ndim - 3)), 0)
+    return a.masked_fill(outside.view(outside.shape[0], 1, outside.shape[1], *[1] * (a.ndim - 3)), 0)
 
 
 def _sweep(f, case, inputs, names, likes, given=INPUTS):
@@ -107,8 +123,11 @@ def _sweep(f, case, inputs, names, likes, given=INPUTS):
     given = given[: len(inputs)]
     queries, keys = q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    pairs = zip(given, inputs, strict=True)
-    wide = [a if a is None or not a.is_floating_point() else _cut(case, name, a.to(dtype)) for name, a in pairs]
+    outside = _outside(case, queries, keys)
+    wide = []
+    for name, a in zip(given, inputs, strict=True):
+        a = a if a is None or not a.is_floating_point() else a.to(dtype)
+        wide.append(a if name in OF_SCORES else _cut(a, outside[name in OF_KEYS]))
     size = max(16, (ON_CPU if q.device.type == "cpu" else BLOCK) // max(1, q.shape[0] * q.shape[1] * keys))
     results = [[] for _ in likes]
     for first in range(0, max(1, queries), size):

@@ -140,7 +140,7 @@ def attention(
     if is_causal is None:  # of layers that do not say, those that are causal are told by `mask`, but in a static cache
         is_causal = getattr(module, "is_causal", attention_mask is not None or keys > queries)
     causal = bool(is_causal) and queries > 1
-    left = right = documents = key_documents = bias = None
+    left = right = documents = key_documents = bias = lengths = key_lengths = None
     if isinstance(attention_mask, Causal):
         causal, bias = True, attention_mask.keys
         left, documents = attention_mask.left, attention_mask.documents
@@ -162,8 +162,10 @@ def attention(
                 f"`cu_seq_lens_q` and `cu_seq_lens_k` of {queries} queries and {keys} keys: {NAME!r} serves causal packed "
                 "sequences without a cache"
             )
-        documents = _documents(cu_seq_lens_q, query)
-        key_documents = documents if cu_seq_lens_k is cu_seq_lens_q else _documents(cu_seq_lens_k, key)
+        documents, lengths = _documents(cu_seq_lens_q, query)
+        key_documents, key_lengths = documents, lengths
+        if cu_seq_lens_k is not cu_seq_lens_q:
+            key_documents, key_lengths = _documents(cu_seq_lens_k, key)
     if position_bias is not None:
         if bias is None:
             bias = position_bias
@@ -176,16 +178,18 @@ def attention(
     options = options_of(dropout, "lower_right" if from_the_end else "upper_left", window, softcap)
     if dropout == 1:
         value = value * 0
-    selection = () if documents is None else (None, None, documents, key_documents)
+    selection = () if documents is None else (lengths, key_lengths, documents, key_documents)
     o, _ = attend(query, key, value, bias, causal, scaling, True, options, selection, s_aux, mask_name="attention_mask")
     return o.transpose(1, 2).contiguous(), None
 
 
-def _documents(ends: Tensor, a: Tensor) -> Tensor:
-    """[B, L]: the number of the sequence in which each token is; those of the batch stand one after another."""
+def _documents(edges: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """([B, L], the number of the sequence in which each token is; [B], how many tokens lie before the end of the last one).  The
+    sequences of the batch stand one after another; tokens that nobody wrote may lie behind the last."""
     batch, _, length, _ = a.shape
-    tokens = torch.arange(batch * length, device=ends.device, dtype=ends.dtype)
-    return torch.searchsorted(ends[1:], tokens, right=True, out_int32=True).reshape(batch, length)
+    tokens = torch.arange(batch * length, device=edges.device, dtype=edges.dtype).reshape(batch, length)
+    numbers = torch.searchsorted(edges[1:], tokens, right=True, out_int32=True)
+    return numbers, (edges[-1] - tokens[:, 0]).clamp(0, length)
 
 
 # ------------------------------------------------------------------------------------------------ the name

@@ -12,6 +12,8 @@ from torch_bridge.attention import attend, context_of_call, options_of
 from torch_bridge.checks import check_devices, check_flag, check_number, check_tensor
 from torch_bridge.flash_attn import Results, window_from
 
+LENGTHS = ("query_lengths", "key_lengths")
+
 
 class Options(TypedDict, total=False):
     """The keywords of `flash_attn_varlen_func`, but `return_attn_probs`, by which its result differs."""
@@ -99,9 +101,13 @@ def flash_attn_varlen_func(
 
     Raises:
       ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `block_table`.  `cu_seqlens` that
-        decrease, or do not end at the number of tokens: where they are on the CPU.  On a GPU, and where torch.compile traces,
-        they are not looked at: what lies beyond the last sequence belongs to none, and gives zeros.
+        decrease, begin below zero or end beyond the tokens, where they are on the CPU.  They are not checked on a GPU, and where
+        torch.compile traces.
       TypeError: `cu_seqlens` that are no integers, and as of :func:`flash_attn_func`.
+      UserWarning: `cu_seqlens` on the CPU that do not begin with zero.
+
+    Tokens of no sequence give zeros.  Those behind the last sequence may hold NaN, in tensors, tangents and cotangents.  So may
+    those before the first one, and those of a sequence that has no tokens on the other side, where the reference computes.
     """
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
     if has_torch_function(tensors):
@@ -130,8 +136,12 @@ def flash_attn_varlen_func(
     check_devices(q, edges.items())
     context = context_of_call(q)
     parts = 1 if context is None else context.parts
-    for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
-        check_cu_seqlens(name, a, cu_seqlens_q, parts * tokens, _known(a))
+    lengths = {}  # what lies behind the last sequence may hold anything
+    for field, (name, a), tokens in zip(LENGTHS, edges.items(), (q.shape[0], k.shape[0]), strict=True):
+        numbers = _known(a)
+        check_cu_seqlens(name, a, cu_seqlens_q, parts * tokens, numbers)
+        if numbers is None or numbers[-1] < parts * tokens:
+            lengths[field] = a[-1:].to(torch.int32)
     options = options_of(dropout_p, "upper_left", None, softcap or None)
     window = window_from(window_size) or (None, None)
     ranges = visibility.documents(
@@ -139,7 +149,7 @@ def flash_attn_varlen_func(
     )
     ranges = ranges if context is None else context.part_of(ranges)
     q, k, v = (a.transpose(0, 1)[None] for a in (q, k, v * 0 if dropout_p == 1 else v))
-    selection = [ranges if name == "key_ranges" else None for name in SELECTORS]
+    selection = [ranges if name == "key_ranges" else lengths.get(name) for name in SELECTORS]
     o, log_sum_exp = attend(
         q, k, v, None, False, softmax_scale, True, options, selection, context=context, with_lse=return_attn_probs,
         deterministic=deterministic or None,

@@ -10,9 +10,10 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from torch.func import grad, jacfwd, jvp, vmap  # noqa: E402
+from torch.func import grad, jacfwd, jvp, vjp, vmap  # noqa: E402
 
 import torch_bridge  # noqa: E402
+from packed import drawn  # noqa: E402
 from torch_bridge import plans, reference  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 from torch_oracle import (  # noqa: E402
@@ -398,3 +399,30 @@ def test_every_dtype_of_integers_is_an_index():
     expected = attend(lengths.int(), segments.int())
     for dtype in (torch.int64, torch.uint8, torch.uint32, torch.uint64):
         torch.testing.assert_close(attend(lengths.to(dtype), segments.to(dtype)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("seed", range(2))
+def test_behind_the_last_packed_sequence_anything_may_stand(seed, causal, family, kernels_alone):
+    """In tensors, tangents and cotangents.  Results are zero there, and elsewhere those without what stands there."""
+    edges, inside, _ = drawn(seed, 300, gaps=False)
+    edges = [torch.from_numpy(a).cuda() for a in edges]
+    ends = [int(a.sum()) for a in inside]
+    sides = 0, 1, 1, 0
+    shapes = [(len(inside[i]), h, 64) for i, h in zip(sides, (4, 2, 2, 4), strict=True)]
+    x, tx = ([normal(*s, dtype=torch.bfloat16, seed=10 * n + m) for m, s in enumerate(shapes)] for n in range(2))
+    short = [[a[: ends[i]] for a, i in zip(some, sides, strict=True)] for some in (x, tx)]
+    for some in (x, tx):
+        for a, i in zip(some, sides, strict=True):
+            a[ends[i] :] = torch.nan
+
+    def results(x, tx):
+        attend = lambda *x: torch_bridge.flash_attn_varlen_func(*x, *edges, causal=causal)
+        pull = lambda *x: vjp(attend, *x[:3])[1](x[3])
+        through = vjp(lambda *x: jvp(attend, x[:3], x[3:]), *x[:3], *tx[:3])[1]((x[3], tx[3]))
+        return [*jvp(attend, (*x[:3],), (*tx[:3],)), *pull(*x), *jvp(pull, (*x,), (*tx,))[1], *through]
+
+    for a, b in zip(results(x, tx), results(*short), strict=True):
+        assert not a[len(b) :].any()
+        scale = b.abs().max().clamp(min=1)
+        torch.testing.assert_close(a[: len(b)] / scale, b / scale, rtol=0, atol=0.03)

@@ -3,13 +3,14 @@
 import itertools
 import os
 import traceback
+import warnings
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from torch.func import grad, jvp  # noqa: E402
+from torch.func import grad, jvp, vjp  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 
 from torch_bridge import context_parallel, flash_attn_varlen_func, scaled_dot_product_attention  # noqa: E402
@@ -134,8 +135,8 @@ def launches(rank, n):
 def errors(rank, n):
     """Of every process, before anything is sent."""
 
-    def packed(length, order="contiguous"):
-        x, edges = normal(length, 2, 4), torch.tensor([0, 6])
+    def packed(length, last, order="contiguous"):
+        x, edges = normal(length, 2, 4), torch.tensor([0, last])
         with context_parallel(dist.group.WORLD, order=order):
             flash_attn_varlen_func(x, x, x, edges, edges)
 
@@ -162,8 +163,8 @@ def errors(rank, n):
             attn_mask=create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu")
         ),
         "`key_ranges` must have shape (1 or 2, 1 or 3, 4, R, 2)": lambda: attend(key_ranges=ranges),
-        "`cu_seqlens_q` must end at the number of tokens, 8": lambda: packed(4),
-        "`query` must have an even number of rows in": lambda: packed(3, order="zigzag"),
+        "`cu_seqlens_q` must not end beyond the 8 tokens": lambda: packed(4, 9),
+        "`query` must have an even number of rows in": lambda: packed(3, 6, order="zigzag"),
         "must call attention alike": lambda: attend(*[q[:, :, : 2 + rank]] * 3, context_strategy="ring"),
         "same strategy": lambda: attend(*[normal(2, 4, 4, 4)] * 3, context_strategy=("ring", "ulysses")[rank % 2]),
     }  # fmt: skip
@@ -191,6 +192,21 @@ def packed_sequences(rank, n):
         error = max(relative(a, cut(b)) for a, b in zip(got, expected, strict=True))
         if not error < 1e-11:
             yield f"packed sequences {strategy} {order}: error {error:.2g}"
+    inside = (torch.arange(24) >= 2) & (torch.arange(24) < 18)  # the others hold NaN
+    edges = torch.tensor([2, 5, 11, 18]), torch.tensor([2, 9, 12, 18])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tokens before the first sequence
+        expected = gradients(lambda *x: attend(*x)[2:18], x)
+        torn = tuple(torch.where(inside[:, None, None], a, torch.nan) for a in x)
+        weights = torch.where(inside, 1, torch.nan)[:, None, None]
+        for strategy, order in itertools.product(("ulysses", "ring", "all_gather"), ("contiguous", "zigzag")):
+            cut = lambda a: Part(rank, n, order).cut(a, 0)
+            with context_parallel(dist.group.WORLD, strategy, order):
+                o, pull = vjp(attend, *map(cut, torn))
+                got = pull(o.cos() * cut(weights))
+            error = max(relative(a, cut(b)) for a, b in zip(got, expected, strict=True))
+            if not error < 1e-11:
+                yield f"packed sequences among NaN {strategy} {order}: error {error:.2g}"
     ids = torch.arange(24).expand(B, -1) // 7
     q = normal(B, N, 24, 4)
     of_transformers = lambda q, ids: attend_with(q, q, q, None, True, None, True, (), (None, None, ids, ids))[0]

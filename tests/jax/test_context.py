@@ -341,6 +341,49 @@ def test_packed_sequences(order):
     check(first_order, got, whole, tuple(a[0] for a in operands(16, 24)))
 
 
+@pytest.mark.filterwarnings("ignore:.*tokens in no sequence")
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize(
+    ("strategy", "order"),
+    [("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("ulysses", "contiguous")],
+)
+def test_tokens_of_no_sequence_may_hold_anything(strategy, order, traced):
+    """In arrays and cotangents, over the ends of shards."""
+    edges, key_edges = np.array([1, 3, 3, 9, 13]), np.array([2, 8, 11, 11, 21])
+    written = [np.repeat([False, True, False, True, False], n) for n in ((1, 2, 6, 4, 3), (2, 6, 3, 10, 3))]
+    written = [*written, written[1], written[0]]
+    x = [np.asarray(a[0]) for a in operands(16, 24)]
+    x = [np.where(w[:, None, None], a, np.nan) for a, w in zip([*x, np.cos(x[0])], written, strict=True)]
+    attend = jax.shard_map(
+        lambda edges, *x: varlen_attention(
+            *x, *edges, is_causal=True, context_axis="devices", context_order=order, context_strategy=strategy
+        ),
+        mesh=mesh_of(2), in_specs=(PartitionSpec(), *[PartitionSpec("devices")] * 3), out_specs=PartitionSpec("devices"),
+    )  # fmt: skip
+    there, back = lambda a: a, lambda a: a
+    if order == "zigzag":
+        there, back = lambda a: reorder_zigzag(a, 2, 0), lambda a: restore_zigzag(a, 2, 0)
+
+    def results(edges, *x):
+        o, pull = jax.vjp(lambda *x: back(attend(edges, *map(there, x))), *x[:3])
+        return o, *pull(x[3])
+
+    @jax.jit
+    def expected(*x):
+        whole = lambda *x: varlen_attention(*x, edges, key_edges, is_causal=True)
+        o, pull = jax.vjp(whole, *x[:3])
+        return o, *pull(x[3])
+
+    given = jnp.asarray(edges), jnp.asarray(key_edges)
+    if not traced:
+        results = functools.partial(results, (edges, key_edges))
+    got = jax.jit(results)(given, *x) if traced else jax.jit(results)(*x)
+    want = expected(*(np.nan_to_num(a) for a in x))
+    for a, b, w in zip(got, want, [written[3], *written[:3]], strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+        assert not np.asarray(a)[~w].any()
+
+
 def test_a_bias_in_chunks_of_one_key():
     """Which is not the same for all keys.  With x64, where numbers of the host are of another type than the place of a device."""
     with jax.enable_x64(True):

@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import oracle
+from families import hopper
 from jax_flash_jvp import dot_product_attention, launch, varlen_attention, visibility
+from packed import drawn as packed_with_tokens_of_none
 
 H = 4
 
@@ -59,6 +61,77 @@ def test_packed_sequences(case, heads, check):
     make = lambda _: functools.partial(derivatives, attend)
     check(make, packed(q_edges[-1], (k_edges or q_edges)[-1], *heads),
           make_expected=lambda _: functools.partial(derivatives, expected))  # fmt: skip
+
+
+# names of implementations, whether edges are traced, and whether tokens of no sequence lie elsewhere than behind the last one
+NOBODY_WROTE = {
+    "xla": ("xla", False, True),
+    "xla-traced": ("xla", True, True),
+    "interpret": pytest.param("interpret", False, True, marks=pytest.mark.thorough),
+    "interpret-traced": ("interpret", True, False),
+    "portable": pytest.param("portable", False, True, marks=pytest.mark.gpu),
+    "portable-traced": pytest.param("portable", True, False, marks=pytest.mark.gpu),
+    "hopper": pytest.param("hopper", False, True, marks=[pytest.mark.gpu, hopper]),
+    "hopper-traced": pytest.param("hopper", True, False, marks=[pytest.mark.gpu, hopper]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens in no sequence")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "arguments", [{}, dict(is_causal=True), dict(local_window_size=(2, 1))], ids=["", "causal", "window"]
+)
+@pytest.mark.parametrize(("implementation", "traced", "gaps"), NOBODY_WROTE.values(), ids=NOBODY_WROTE)
+def test_tokens_of_no_sequence_may_hold_anything(implementation, traced, gaps, arguments, seed):
+    """In arrays, tangents and cotangents.  Results are zero there, and elsewhere those of the sequences put together."""
+    on_gpu = implementation in ("portable", "hopper")
+    dtype, head_dim, longest = ("bfloat16", 64, 90) if on_gpu else ("float32", H, 8)
+    edges, inside, compact = packed_with_tokens_of_none(seed, longest, gaps=gaps)
+    rows = [inside[0], inside[1], inside[1], inside[0], inside[0]]
+    channels = [
+        (4, head_dim),
+        (2, head_dim),
+        (2, head_dim),
+        (4, head_dim),
+        (4,),
+    ]  # of q, k, v, and cotangents of o and ℓ
+    drawn = [[oracle.normal(10 * i + j, r.sum(), *c) for j, (r, c) in enumerate(zip(rows, channels, strict=True))]
+             for i in range(2)]  # fmt: skip
+
+    def attend(edges, *x):
+        o, lse = varlen_attention(*x, *edges, implementation=implementation, return_residual=True, **arguments)
+        return o, jnp.where(jnp.isneginf(lse), 0, lse)
+
+    @jax.jit
+    def derivatives(edges, along, tangents):
+        call = functools.partial(attend, edges)
+        *x, g, h = along
+        *tx, tg, th = tangents
+        backward = lambda *x: jax.vjp(call, *x[:3])[1](x[3:])
+        pull = jax.vjp(lambda x, tx: jax.jvp(call, x, tx), tuple(x), tuple(tx))[1]
+        linear = jax.linearize(call, *x)[1](*tx)
+        return linear, jax.jvp(call, x, tx), jax.jvp(backward, along, tangents), pull(((g, h), (tg, th)))
+
+    def of(edges, arrays):
+        arrays = [[jnp.asarray(a, dtype if a.ndim == 3 else "float32") for a in some] for some in arrays]
+        if traced:
+            return derivatives([jnp.asarray(a) for a in edges], *arrays)
+        return jax.jit(functools.partial(derivatives.__wrapped__, edges))(*arrays)
+
+    def spread(some):
+        """With NaN in the place of what nobody wrote."""
+        whole = [np.full((len(r), *a.shape[1:]), np.nan) for r, a in zip(rows, some, strict=True)]
+        for w, r, a in zip(whole, rows, some, strict=True):
+            w[r] = a
+        return whole
+
+    got, want = of(edges, [spread(some) for some in drawn]), of(compact, drawn)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        r = next(r for r in inside if len(r) == len(a) and r.sum() == len(b))
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert not a[~r].any()
+        scale = np.abs(b).max(initial=1)
+        np.testing.assert_allclose(a[r] / scale, b / scale, atol=0.03 if on_gpu else 1e-5)
 
 
 def test_one_program_for_every_packing():
@@ -166,8 +239,9 @@ of_tokens = lambda q, k=None: varlen_attention(*(a[0] for a in X), np.array(q), 
         (lambda: attend(mask=BLOCKS, mask_block_size=3), TypeError, "`mask_block_size` must be a pair of integers"),
         (lambda: attend(mask=BLOCKS, mask_block_size=(3, 0)), ValueError, "`mask_block_size` must be positive"),
         (lambda: of_tokens([0, 4, 3]), ValueError, "`cu_seqlens_q` must not decrease, from zero or more on: got [0, 4, 3]"),
-        (lambda: of_tokens([0, 5]), ValueError, "`cu_seqlens_q` must end at the number of tokens, 6: got [0, 5]"),
-        (lambda: of_tokens([0, 6], [0, 7]), ValueError, "`cu_seqlens_k` must end at the number of tokens, 6: got [0, 7]"),
+        (lambda: of_tokens([-1, 6]), ValueError, "`cu_seqlens_q` must not decrease, from zero or more on: got [-1, 6]"),
+        (lambda: of_tokens([0, 7]), ValueError, "`cu_seqlens_q` must not end beyond the 6 tokens: got [0, 7]"),
+        (lambda: of_tokens([0, 6], [0, 7]), ValueError, "`cu_seqlens_k` must not end beyond the 6 tokens: got [0, 7]"),
         (lambda: of_tokens([0, 6], [0, 3, 6]), ValueError, "`cu_seqlens_k` must have shape [sequences + 1]"),
         (lambda: of_tokens([0.0, 6.0]), TypeError, "`cu_seqlens_q` must be of integers"),
         (lambda: varlen_attention(*X, np.array([0, 6])), ValueError, "must have shape [tokens, heads, channels]"),

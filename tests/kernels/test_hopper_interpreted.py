@@ -14,7 +14,7 @@ import gluon_on_numpy
 import oracle
 from compiled import Recorder
 from in_one_pass import take_one_pass
-from jax_flash_jvp import reference
+from jax_flash_jvp import reference, visibility
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.features import Features
 from jax_flash_jvp.kernels.hopper import config
@@ -224,6 +224,14 @@ def intervals(b, h, t, s, several=2):
 
 def blocks(b, h, t, s, queries, keys):
     return oracle.normal(43, b, h, -(-t // queries), -(-s // keys)) > 0
+
+
+def packed(queries, *edges):
+    """Sequences, of which the last leave tokens behind them, and not every one has queries or keys."""
+    return dict(
+        key_ranges=visibility.documents(queries, *map(np.array, edges), is_causal=True),
+        query_lengths=lengths(*[edges[0][-1]] * 2), key_lengths=lengths(*[edges[1][-1]] * 2),
+    )  # fmt: skip
 
 
 SHARED = {
@@ -464,6 +472,7 @@ LISTED = {  # tiles in which something is seen
         is_causal=True,
         shape=(2, 150, 144, 4, 2, 128),
     ),
+    "packed": packed(200, [0, 60, 60, 100, 150], [0, 90, 130, 130, 250]),
     "mask-lengths": dict(mask=patches(1, 1, 200, 300), query_lengths=lengths(150, 200), key_lengths=lengths(260, 40)),
 }
 SLOW = {"window-left", "window-ahead", "lower-right", "key-lengths", "query-lengths"}
@@ -758,7 +767,7 @@ ONE_PASS = {
     "all": dict(shape=SHAPE, **FEATURES["all"]),
     "segments": dict(shape=SHAPE, **LISTED["segments"]),
     "mask": dict(shape=(2, 70, 150, 6, 2, 64), mask=patches(2, 2, 70, 150)),
-    **{name: dict(dict(shape=SHAPE) | LISTED[name]) for name in ("ranges", "blocks", "blocks-ranges")},
+    **{name: dict(dict(shape=SHAPE) | LISTED[name]) for name in ("ranges", "packed", "blocks", "blocks-ranges")},
 }
 
 

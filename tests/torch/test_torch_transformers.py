@@ -267,6 +267,25 @@ def test_packed_sequences(name, by, linear):
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_behind_the_last_packed_sequence_anything_may_stand(batch):
+    shape = batch, 2, 12 // batch, 4
+    q, k, v = (normal(*shape, seed=i) for i in range(3))
+    written = torch.arange(12).view(batch, 1, -1, 1) < 9
+    ends = torch.tensor([0, 4, 9])
+    sinks, edges = normal(2), dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+    attend = lambda *x: named.attention(torch.nn.Module(), *x[:3], None, s_aux=x[3], **edges)[0]
+    results = []
+    for filler in (torch.nan, 0.0):
+        x = [*(torch.where(written, a, filler) for a in (q, k, v)), sinks]
+        x = [a.clone().requires_grad_() for a in x]
+        o = attend(*x)
+        results.append([o, *torch.autograd.grad(o, x, torch.where(written.transpose(1, 2), o.detach(), filler))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not results[0][0].flatten(0, 1)[9:].any()
+
+
 @pytest.mark.parametrize("name", ["bert", *DECODERS])
 def test_padding_takes_no_mask(name, linear):
     given, counts = inputs_of(name)

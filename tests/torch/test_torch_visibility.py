@@ -7,11 +7,12 @@ torch = pytest.importorskip("torch")
 
 from torch._dynamo import reset  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
-from torch.func import jvp, vmap  # noqa: E402
+from torch.func import jvp, vjp, vmap  # noqa: E402
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask  # noqa: E402
 
 from jax_flash_jvp import visibility  # noqa: E402
-from torch_bridge import flash_attn_varlen_func, reference  # noqa: E402
+from packed import drawn  # noqa: E402
+from torch_bridge import flash_attn_varlen_func, reference, varlen  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 from torch_bridge.block_mask import tensor_of  # noqa: E402
 from torch_bridge.options import case_of  # noqa: E402
@@ -148,11 +149,71 @@ def test_packed_sequences(case, heads):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*tokens in no sequence")
 def test_tokens_of_no_sequence():
     x, edges = packed(12, 12), torch.tensor([4, 7, 12])
     o = flash_attn_varlen_func(*x, edges, edges)
     assert not o[:4].any()
     torch.testing.assert_close(o[4:], apart(*(a[4:] for a in x), [0, 3, 8], [0, 3, 8]))
+
+
+def of_packed(attend, x, tangents, weights):
+    """o and ȯ; gradients, their tangents, and gradients through the tangent, for cotangents that are these weights."""
+    g, h = weights
+    pull = lambda *x: vjp(attend, *x[:3])[1](x[3])
+    results = [*jvp(attend, x, tangents), *pull(*x, g), *jvp(pull, (*x, g), (*tangents, h))[1]]
+    results += vjp(lambda *x: jvp(attend, x[:3], x[3:]), *x, *tangents)[1]((g, h))
+    leaf = [a.clone().requires_grad_() for a in x]
+    return [*results, *torch.autograd.grad(attend(*leaf), leaf, g)]
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens in no sequence")
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", ["", "causal", "window"])
+def test_tokens_of_no_sequence_may_hold_anything(case, seed, traced, monkeypatch):
+    """In tensors, tangents and cotangents.  Results are zero there, and elsewhere those of the sequences put together."""
+    edges, inside, compact = drawn(seed)
+    _, _, ours, theirs = VARLEN[case]
+    rows = [torch.from_numpy(inside[i]) for i in (0, 1, 1, 0)]
+    heads = (4, 2, 2, 4)
+    given = [[normal(int(r.sum()), h, E, seed=10 * i + j) for j, (r, h) in enumerate(zip(rows, heads, strict=True))]
+             for i in range(2)]  # fmt: skip
+    spread = lambda a, r: a.new_full((len(r), *a.shape[1:]), torch.nan).index_put((r,), a)
+    torn = [[spread(a, r) for a, r in zip(some, rows, strict=True)] for some in given]
+    if traced:  # as on a GPU
+        monkeypatch.setattr(varlen, "_known", lambda a: None)
+    q_edges, k_edges = map(torch.from_numpy, edges)
+    attend = lambda *x: flash_attn_varlen_func(*x, q_edges, k_edges, **ours)
+    want = of_packed(lambda *x: apart(*x, *compact, **theirs), *[(*a[:3],) for a in given], [a[3] for a in given])
+    got = of_packed(attend, *[(*a[:3],) for a in torn], [a[3] for a in torn])
+    for a, b in zip(got, want, strict=True):
+        r = next(r for r in rows if len(r) == len(a) and r.sum() == len(b))
+        assert not a[~r].any()
+        torch.testing.assert_close(a[r].detach(), b.detach(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("edges", [[0, 5, 14], torch.tensor([0, 5, 14])], ids=["known", "traced"])
+def test_ranges_of_documents_keep_the_others_out(edges):
+    """Without lengths, where the reference computes."""
+    x = [normal(1, H, 20, E, seed=i) for i in range(3)]
+    ranges = visibility.documents(20, edges, is_causal=True, like=x[0])
+    torn = [torch.cat([a[:, :, :14], torch.full_like(a[:, :, 14:], torch.nan)], 2).requires_grad_() for a in x]
+    short = [a[:, :, :14].clone().requires_grad_() for a in x]
+    got, want = sdpa(*torn, key_ranges=ranges), sdpa(*short, key_ranges=ranges[:, :, :14])
+    torch.testing.assert_close(got[:, :, :14], want)
+    assert not got[:, :, 14:].any()
+    for a, b in zip(torch.autograd.grad(got.sum(), torn), torch.autograd.grad(want.sum(), short), strict=True):
+        torch.testing.assert_close(a[:, :, :14], b)
+        assert not a[:, :, 14:].any()
+
+
+def test_sequences_that_do_not_begin_at_the_first_token_warn():
+    x, edges = packed(12, 12), torch.tensor([4, 7, 12])
+    with pytest.warns(
+        UserWarning, match=r"`cu_seqlens_q`=\[4, 7, 12\] leaves the first 4 tokens in no sequence.*begin with 0"
+    ):
+        flash_attn_varlen_func(*x, edges, edges)
 
 
 def test_compiled_for_every_packing():
@@ -229,8 +290,8 @@ of_tokens = lambda a, b: flash_attn_varlen_func(*(a_[0].transpose(0, 1) for a_ i
         (lambda: sdpa(*X, BLOCKS, mask_block_size=3), TypeError, "must be a pair of integers"),
         (lambda: sdpa(*X, BLOCKS, mask_block_size=(0, 2)), ValueError, "must be positive"),
         (lambda: of_tokens([0, 7, 6], [0, 3, 6]), ValueError, "`cu_seqlens_q` must not decrease"),
-        (lambda: of_tokens([0, 3, 6], [0, 3, 7]), ValueError, "`cu_seqlens_k` must end at the number of tokens, 6"),
-        (lambda: of_tokens([0, 3, 5], [0, 3, 6]), ValueError, "`cu_seqlens_q` must end at the number of tokens, 6"),
+        (lambda: of_tokens([-1, 3, 6], [0, 3, 6]), ValueError, "`cu_seqlens_q` must not decrease, from zero or more on"),
+        (lambda: of_tokens([0, 3, 6], [0, 3, 7]), ValueError, "`cu_seqlens_k` must not end beyond the 6 tokens"),
         (lambda: of_tokens([0, 6], [0, 3, 6]), ValueError, "`cu_seqlens_k` must have shape"),
         (lambda: of_tokens([0.0, 6.0], [0, 6]), TypeError, "`cu_seqlens_q` must be of integers"),
         (lambda: flash_attn_varlen_func(*X, EDGES, EDGES), ValueError, "`q` must have shape"),
