@@ -226,6 +226,19 @@ def scaled_dot_product_attention(
             deterministic=deterministic,
         )  # fmt: skip
     context = context_of_call(query, context_group, context_strategy, context_order)
+    if getattr(query, "is_nested", False):
+        from torch_bridge.nested import attend_nested  # which imports this module
+
+        absent = dict(
+            attn_mask=attn_mask, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids, key_ranges=key_ranges,
+            mask_block_size=mask_block_size, context_group=context,
+        )  # fmt: skip
+        return attend_nested(
+            scaled_dot_product_attention, query, key, value, absent, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, causal_alignment=causal_alignment, local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap, sinks=sinks, return_lse=return_lse, deterministic=deterministic,
+        )  # fmt: skip
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)

@@ -153,3 +153,16 @@ def _known(a: Tensor) -> list[int] | None:
     if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
         return None
     return a.tolist() if a.device.type == "cpu" else None
+
+
+def counted(tokens: int, edges: Tensor, lengths: Tensor | None) -> Tensor | None:
+    """Which tokens of packed sequences count, [tokens, 1], where only the first so many of each do; None: all."""
+    if lengths is None:
+        return None
+    own = visibility.documents(tokens, edges, lengths=lengths, key_lengths=lengths, like=edges)
+    return own[0, 0, :, 0, :1] < own[0, 0, :, 0, 1:]
+
+
+def blank(a: Tensor, counted: Tensor | None) -> Tensor:
+    """[…, tokens, channels] with zeros where tokens do not count, whatever lies there, and lies in its gradient there."""
+    return a if counted is None else a.masked_fill(~counted, 0)
