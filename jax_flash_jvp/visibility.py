@@ -199,7 +199,9 @@ def _ends(name: str, edges: Any, lengths: Any, arrays: _Arrays) -> Any:
         return edges[1:]
     lengths = arrays.places(name, lengths)
     if lengths.shape != edges[1:].shape:
-        raise ValueError(f"`{name}` must have shape {tuple(edges[1:].shape)}, a length a document: got {tuple(lengths.shape)}")
+        raise ValueError(
+            f"`{name}` must have shape {tuple(edges[1:].shape)}, a length a document: got {tuple(lengths.shape)}"
+        )
     return arrays.module.minimum(edges[:-1] + lengths, edges[1:])
 
 

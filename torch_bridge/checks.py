@@ -45,7 +45,11 @@ def check_devices(query: Tensor, named: Iterable[tuple[str, Any]]) -> None:
         if a.device != query.device:
             raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
         if a.is_nested:
-            raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
+            where = " where `query` is none" if not query.is_nested else ""
+            raise ValueError(
+                f"`{name}` must not be a nested tensor{where}: call scaled_dot_product_attention with `query`, `key` and `value` "
+                "all nested, or pad it"
+            )
         if (
             type(a) is not type(query)
             and a.is_floating_point()

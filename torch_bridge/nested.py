@@ -14,7 +14,7 @@ from torch_bridge.checks import check_flag, check_tensor
 from torch_bridge.varlen import blank, counted
 
 
-def attend_nested(attend: Callable, query: Tensor, key: Any, value: Any, absent: dict[str, Any], **options: Any) -> Any:
+def attend_nested(attend: Callable, query: Any, key: Any, value: Any, absent: dict[str, Any], **options: Any) -> Any:
     """What `attend`, :func:`torch_bridge.scaled_dot_product_attention`, gives for a nested `query`.  `absent`: the arguments
     that do not go with nested tensors."""
     for name, given in absent.items():
@@ -36,7 +36,7 @@ def attend_nested(attend: Callable, query: Tensor, key: Any, value: Any, absent:
 
 
 def _packed(
-    attend: Callable, x: dict[str, Tensor], ragged: int, is_causal: Any, causal_alignment: Any, local_window_size: Any,
+    attend: Callable, x: dict[str, Any], ragged: int, is_causal: Any, causal_alignment: Any, local_window_size: Any,
     **options: Any,
 ) -> Any:  # fmt: skip
     for name, a in x.items():
@@ -88,7 +88,9 @@ def _ragged_axis(x: dict[str, Any]) -> int:
             )
     for of_key, of_value in ((key.offsets(), value.offsets()), (key.lengths(), value.lengths())):
         if (of_key is None) != (of_value is None) or not _may_be_equal(of_key, of_value):
-            raise ValueError("`key` and `value` must have sequences of the same lengths: make both with the same offsets")
+            raise ValueError(
+                "`key` and `value` must have sequences of the same lengths: make both with the same offsets"
+            )
     return axes[0]
 
 
