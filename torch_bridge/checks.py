@@ -63,6 +63,15 @@ def check_devices(query: Tensor, named: Iterable[tuple[str, Any]]) -> None:
             raise ValueError(f"`{name}` must not be sparse: got {a.layout}; pass its `to_dense()`")
 
 
+def check_integers(name: str, a: Any, query: Tensor, count: int) -> None:
+    """One for each of so many sequences."""
+    check_devices(query, ((name, a),))
+    if a.dim() != 1 or a.shape[0] != count:
+        raise ValueError(f"`{name}` must have shape ({count},), a number a sequence: got {tuple(a.shape)}")
+    if a.dtype.is_floating_point or a.dtype.is_complex or a.dtype == torch.bool:
+        raise TypeError(f"`{name}` must be of integers: got {a.dtype}; cast it")
+
+
 class Described(NamedTuple):
     """Shape [B, T, N, H] and dtype of an array."""
 

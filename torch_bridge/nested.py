@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from jax_flash_jvp import visibility
 from jax_flash_jvp.problem import warn_if_none_visible, window_of
 from torch_bridge.checks import check_flag, check_tensor
-from torch_bridge.varlen import blank, counted
+from torch_bridge.varlen import blank, counted, known
 
 
 def attend_nested(attend: Callable, query: Any, key: Any, value: Any, absent: dict[str, Any], **options: Any) -> Any:
@@ -64,7 +64,7 @@ def _packed(
     if not options["return_lse"]:
         return blank(results[0], of_query)
     o, log_sum_exp = (a[0] for a in results)
-    return blank(o, of_query), log_sum_exp if of_query is None else log_sum_exp.masked_fill(~of_query[:, 0], -torch.inf)
+    return blank(o, of_query), blank(log_sum_exp[..., None], of_query, -torch.inf)[..., 0]
 
 
 def _ragged_axis(x: dict[str, Any]) -> int:
@@ -86,17 +86,12 @@ def _ragged_axis(x: dict[str, Any]) -> int:
             raise ValueError(
                 f"`{name}` must have as many sequences as `query`, {query.offsets().shape[0] - 1}: got {a.offsets().shape[0] - 1}"
             )
-    for of_key, of_value in ((key.offsets(), value.offsets()), (key.lengths(), value.lengths())):
-        if (of_key is None) != (of_value is None) or not _may_be_equal(of_key, of_value):
+    for a, b in ((key.offsets(), value.offsets()), (key.lengths(), value.lengths())):
+        if a is not b and (a is None or b is None or known(a) != known(b)):
             raise ValueError(
                 "`key` and `value` must have sequences of the same lengths: make both with the same offsets"
             )
     return axes[0]
-
-
-def _may_be_equal(a: Any, b: Any) -> bool:
-    """On a GPU, and where a compiler traces, numbers are not looked at."""
-    return a is b or torch.compiler.is_compiling() or a.device.type != "cpu" or torch.equal(a, b)
 
 
 # What PyTorch computes where a dense tensor becomes a nested one, in a backward with create_graph=True, has no derivative.

@@ -1,6 +1,6 @@
-"""flash-attn's entry point for packed sequences."""
+"""flash-attn's entry points for packed sequences."""
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from jax_flash_jvp import visibility
 from jax_flash_jvp.problem import SELECTORS, check_cu_seqlens
 from torch_bridge.attention import attend, context_of_call, options_of
-from torch_bridge.checks import check_devices, check_flag, check_number, check_tensor
-from torch_bridge.flash_attn import Results, window_from
+from torch_bridge.checks import check_devices, check_flag, check_integers, check_number, check_tensor
+from torch_bridge.flash_attn import Results, unpacked, window_from
 
 
 class Options(TypedDict, total=False):
@@ -24,6 +24,8 @@ class Options(TypedDict, total=False):
     alibi_slopes: None
     deterministic: bool
     block_table: None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
 
 
 @overload
@@ -82,6 +84,9 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> Tensor | Results:
     """Attention of sequences that lie one behind the other, without padding, with the arguments of the flash-attn package:
     q [total, Hq, E], k [total of keys, H, E] and v [total of keys, H, Ev] give [total, Hq, Ev], with every derivative.
@@ -94,22 +99,25 @@ def flash_attn_varlen_func(
         limit a side.
       dropout_p, softmax_scale, softcap, deterministic: as in :func:`flash_attn_func`.
       alibi_slopes, block_table: not served.
+      seqused_q, seqused_k: integers [sequences], how many of the first tokens of each sequence are used; the others, whose memory
+        may hold anything, are seen by nobody and give zeros.
       return_attn_probs: also return the log-sum-exp of the scores, [Hq, total] and differentiable, and None for the
         probabilities, which are never formed.
 
     Raises:
-      ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `block_table`.  `cu_seqlens` that
-        decrease, or do not end at the number of tokens: where they are on the CPU.  On a GPU, and where torch.compile traces,
-        they are not looked at: what lies beyond the last sequence belongs to none, and gives zeros.
+      ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `block_table`; `seqused_q` or
+        `seqused_k` in a context.  `cu_seqlens` that decrease, or do not end at the number of tokens: where they are on the CPU.
+        On a GPU, and where torch.compile traces, they are not looked at: what lies beyond the last sequence belongs to none, and
+        gives zeros.
       TypeError: `cu_seqlens` that are no integers, and as of :func:`flash_attn_func`.
     """
-    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     if has_torch_function(tensors):
         return handle_torch_function(
             flash_attn_varlen_func, tensors, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
             alibi_slopes=alibi_slopes, deterministic=deterministic, return_attn_probs=return_attn_probs,
-            block_table=block_table,
+            block_table=block_table, seqused_q=seqused_q, seqused_k=seqused_k,
         )  # fmt: skip
     for name, value in (("alibi_slopes", alibi_slopes), ("block_table", block_table)):
         if value is not None:
@@ -131,24 +139,99 @@ def flash_attn_varlen_func(
     context = context_of_call(q)
     parts = 1 if context is None else context.parts
     for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
-        check_cu_seqlens(name, a, cu_seqlens_q, parts * tokens, _known(a))
+        check_cu_seqlens(name, a, cu_seqlens_q, parts * tokens, known(a))
+    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if used is not None:
+            check_integers(name, used, q, cu_seqlens_q.shape[0] - 1)
+            if context is not None:
+                raise ValueError(f"`{name}` does not go with a context: leave unused tokens out of what is shared")
+    of_queries, of_keys = counted(q.shape[0], cu_seqlens_q, seqused_q), counted(k.shape[0], cu_seqlens_k, seqused_k)
     options = options_of(dropout_p, "upper_left", None, softcap or None)
     window = window_from(window_size) or (None, None)
     ranges = visibility.documents(
-        parts * q.shape[0], cu_seqlens_q, cu_seqlens_k, is_causal=causal, window=window, like=q
-    )
+        parts * q.shape[0], cu_seqlens_q, cu_seqlens_k, lengths=seqused_q, key_lengths=seqused_k, is_causal=causal,
+        window=window, like=q,
+    )  # fmt: skip
     ranges = ranges if context is None else context.part_of(ranges)
     q, k, v = (a.transpose(0, 1)[None] for a in (q, k, v * 0 if dropout_p == 1 else v))
+    q, k, v = blank(q, of_queries), blank(k, of_keys), blank(v, of_keys)
     selection = [ranges if name == "key_ranges" else None for name in SELECTORS]
     o, log_sum_exp = attend(
         q, k, v, None, False, softmax_scale, True, options, selection, context=context, with_lse=return_attn_probs,
         deterministic=deterministic or None,
     )  # fmt: skip
-    o = o[0].transpose(0, 1)
-    return (o, log_sum_exp[0], None) if return_attn_probs else o
+    o = blank(o[0], of_queries).transpose(0, 1)
+    if not return_attn_probs:
+        return o
+    return o, blank(log_sum_exp[0, ..., None], of_queries, -torch.inf)[..., 0], None
 
 
-def _known(a: Tensor) -> list[int] | None:
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of qkv [total, 3, H, E], which is not copied.
+
+    Raises:
+      ValueError: `qkv` is not of this shape; and what :func:`flash_attn_varlen_func` raises.
+      TypeError: `qkv` is no tensor; and what :func:`flash_attn_varlen_func` raises.
+    """
+    named: dict[str, Any] = dict(
+        dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+    tensors = qkv, cu_seqlens
+    if has_torch_function(tensors):
+        return handle_torch_function(flash_attn_varlen_qkvpacked_func, tensors, qkv, cu_seqlens, max_seqlen, **named)
+    q, k, v = unpacked("qkv", qkv, 3, ("tokens",))
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, **named)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of q [total, Hq, E] and kv [total of keys, 2, H, E], which is not copied.
+
+    Raises:
+      ValueError: `kv` is not of this shape; and what :func:`flash_attn_varlen_func` raises.
+      TypeError: `kv` is no tensor; and what :func:`flash_attn_varlen_func` raises.
+    """
+    named: dict[str, Any] = dict(
+        dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+    tensors = q, kv, cu_seqlens_q, cu_seqlens_k
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            flash_attn_varlen_kvpacked_func, tensors, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **named
+        )  # fmt: skip
+    k, v = unpacked("kv", kv, 2, ("tokens",))
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, **named)
+
+
+def known(a: Tensor) -> list[int] | None:
     """The numbers of a tensor that may be read at once."""
     if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
         return None
@@ -156,13 +239,15 @@ def _known(a: Tensor) -> list[int] | None:
 
 
 def counted(tokens: int, edges: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """Which tokens of packed sequences count, [tokens, 1], where only the first so many of each do; None: all."""
+    """Which tokens of packed sequences count, where only the first so many of each do; None: all."""
     if lengths is None:
         return None
-    own = visibility.documents(tokens, edges, lengths=lengths, key_lengths=lengths, like=edges)
-    return own[0, 0, :, 0, :1] < own[0, 0, :, 0, 1:]
+    start, end = (
+        visibility.documents(tokens, edges, lengths=lengths, key_lengths=lengths, like=edges).flatten(0, 3).unbind(1)
+    )
+    return start < end
 
 
-def blank(a: Tensor, counted: Tensor | None) -> Tensor:
-    """[…, tokens, channels] with zeros where tokens do not count, whatever lies there, and lies in its gradient there."""
-    return a if counted is None else a.masked_fill(~counted, 0)
+def blank(a: Tensor, counted: Tensor | None, with_: float = 0) -> Tensor:
+    """[…, tokens, channels] without what lies where tokens do not count, there and in the gradient of the result."""
+    return a if counted is None else a.masked_fill(~counted[:, None], with_)
