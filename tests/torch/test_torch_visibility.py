@@ -194,6 +194,25 @@ def test_vmap():
     )
 
 
+def test_block_masks_in_vmap():
+    """Those that do not differ along its axis, whether made inside or not."""
+    x = normal(3, 1, H, 6, E)
+    made_there = lambda n: create_block_mask(lambda b, h, q, k: k < n, None, None, 6, 6, device="cpu", BLOCK_SIZE=2)
+    made_here, want = made_there(3), vmap(lambda x: sdpa(x, x, x, torch.arange(6) < 3))(x)
+    for attend in (lambda x: sdpa(x, x, x, made_there(3)), lambda x: sdpa(x, x, x, made_here)):
+        torch.testing.assert_close(vmap(attend)(x), want)
+    with pytest.raises(ValueError, match="`attn_mask` must not be a BlockMask that differs along an axis of vmap"):
+        vmap(lambda x, n: sdpa(x, x, x, made_there(n)))(x, torch.tensor([1, 3, 6]))
+
+    def of_full_blocks(x, n):
+        mask = made_there(5)
+        mask.mask_mod = lambda b, h, q, k: k < n
+        return sdpa(x, x, x, mask)
+
+    with pytest.raises(ValueError, match="`attn_mask` must not be a BlockMask that differs along an axis of vmap"):
+        vmap(of_full_blocks)(x, torch.tensor([1, 3, 6]))
+
+
 def test_a_plan_of_ranges():
     """Of a later call with other ranges."""
     launcher = PlannedLauncher()
