@@ -94,8 +94,8 @@ def flash_attn_with_kvcache(
     batch, queries, places = q.shape[0], q.shape[1], k_cache.shape[1]
     if v_cache.shape[:3] != k_cache.shape[:3] or (cache_batch_idx is None and k_cache.shape[0] != batch):
         raise ValueError(
-            "`k_cache` and `v_cache` must have as many entries, places and heads, and without `cache_batch_idx` an entry for each of "
-            f"the {batch} sequences of `q`: got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            "`k_cache` and `v_cache` must have as many entries, places and heads, and an entry for each of the "
+            f"{batch} sequences of `q` or a `cache_batch_idx`: got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     lengths = cache_seqlens
     if isinstance(lengths, int | torch.SymInt):
