@@ -49,7 +49,8 @@ def _packed(
     window = window_of(local_window_size)
     if not torch.compiler.is_compiling():  # which may not warn
         warn_if_none_visible(window, is_causal)
-    edges = {name: (a.offsets(), a.lengths()) for name, a in x.items()}
+    there = lambda n, a: n if n is None else n.to(a.device)  # offsets may be on the CPU
+    edges = {name: (there(a.offsets(), a), there(a.lengths(), a)) for name, a in x.items()}
     q, k, v = (blank(_values(a), counted(a.values().shape[1], *edges[name]))[None] for name, a in x.items())
     (q_edges, q_lengths), (k_edges, k_lengths) = edges["query"], edges["key"]
     ranges = visibility.documents(
@@ -100,8 +101,10 @@ def _ragged_axis(x: dict[str, Any]) -> int:
 def _values(a: Tensor) -> Tensor:
     """`a.values()`; in such a backward, where `a` is a view of a dense tensor, a view of that."""
     values = a.values()
-    base = None if torch.compiler.is_compiling() else values._base  # private
-    if base is None or base.is_nested or not base.requires_grad:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return values
+    base = values._base  # private
+    if base is None or base.is_nested or not base.requires_grad or base.dtype != values.dtype:
         return values
     node, source = values.grad_fn, get_gradient_edge(base).node
     while node is not source:

@@ -173,11 +173,29 @@ def test_batches_of_dense_sequences():
     check(lambda: reversed_twice(attend, x), lambda: reversed_twice(lambda *x: naive(*x, is_causal=True), x))
 
 
-def test_patched():
-    x = flat(FOUR)
+def test_a_patched_model():
+    """Whose queries, keys and values are views of one nested tensor, which PyTorch refuses on a CPU."""
+    weights = [normal(*shape, seed=7).requires_grad_() for shape in ((24, 8), (8, 8))]
+
+    def model(x):
+        q, k, v = (a.unflatten(-1, [2, E]).transpose(1, 2) for a in F.linear(x, weights[0]).chunk(3, -1))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.linear(o.transpose(1, 2).flatten(-2), weights[1])
+
+    x = [normal(n, 8, seed=n) for n in (3, 4)]
     with patch():
-        o = ours(FOUR, attention=lambda *x: F.scaled_dot_product_attention(*x, is_causal=True))(*x)
-    torch.testing.assert_close(o, apart(FOUR, is_causal=True)(*x))
+        o = model(torch.nested.nested_tensor(x, layout=torch.jagged)).values()
+    want = torch.cat([model(a[None])[0] for a in x])
+    torch.testing.assert_close(o, want)
+    for a, b in zip(*(torch.autograd.grad(o.sin().sum(), weights) for o in (o, want)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiled_with_holes():
+    reset()
+    edges, lengths = ([0, 3, 7, 9], [0, 4, 5, 11]), ([2, 4, 0], [1, 1, 4])
+    x, attend = flat(edges), ours(edges, lengths)
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(*x), attend(*x))
 
 
 def test_dropout():
