@@ -50,7 +50,7 @@ def _packed(
     if not torch.compiler.is_compiling():  # which may not warn
         warn_if_none_visible(window, is_causal)
     there = lambda n, a: n if n is None else n.to(a.device)  # offsets may be on the CPU
-    edges = {name: (there(a.offsets(), a), there(a.lengths(), a)) for name, a in x.items()}
+    edges: dict[str, Any] = {name: (there(a.offsets(), a), there(a.lengths(), a)) for name, a in x.items()}
     q, k, v = (blank(_values(a), counted(a.values().shape[1], *edges[name]))[None] for name, a in x.items())
     (q_edges, q_lengths), (k_edges, k_lengths) = edges["query"], edges["key"]
     ranges = visibility.documents(
