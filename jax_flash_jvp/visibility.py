@@ -94,6 +94,18 @@ def _limit(name: str, size: int | None) -> int | None:
     return None if size is None or size >= FAR else max(int(size), -FAR)
 
 
+def _ends(name: str, edges: Any, lengths: Any, arrays: _Arrays) -> Any:
+    """Where each document ends, or what counts of it."""
+    if lengths is None:
+        return edges[1:]
+    lengths = arrays.places(name, lengths)
+    if lengths.shape != edges[1:].shape:
+        raise ValueError(
+            f"`{name}` must have shape {tuple(edges[1:].shape)}, a length a document: got {tuple(lengths.shape)}"
+        )
+    return arrays.module.minimum(edges[:-1] + lengths, edges[1:])
+
+
 def causal(queries: int, *, offset: Any = 0, like: Any = None) -> Any:
     """Query i sees keys 0 … i + offset; `offset`, a number or [B], is how many keys stand in a cache before the queries."""
     return window(queries, offset=offset, right=0, like=like)
@@ -191,18 +203,6 @@ def documents(
     start = k_first if left is None else module.maximum(k_first, at - left)
     end = k_end if right is None else module.minimum(k_end, at + (right + 1))
     return arrays.ranges((start, end))
-
-
-def _ends(name: str, edges: Any, lengths: Any, arrays: _Arrays) -> Any:
-    """Where each document ends, or what counts of it."""
-    if lengths is None:
-        return edges[1:]
-    lengths = arrays.places(name, lengths)
-    if lengths.shape != edges[1:].shape:
-        raise ValueError(
-            f"`{name}` must have shape {tuple(edges[1:].shape)}, a length a document: got {tuple(lengths.shape)}"
-        )
-    return arrays.module.minimum(edges[:-1] + lengths, edges[1:])
 
 
 def sliding_tile(

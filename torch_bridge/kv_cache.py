@@ -6,9 +6,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from jax_flash_jvp import visibility
 from torch_bridge.attention import attend, context_of_call, options_of
-from torch_bridge.checks import check_devices, check_flag, check_integers, check_number, check_tensor
+from torch_bridge.checks import check_devices, check_flag, check_integers, check_number, check_tensor, known
 from torch_bridge.flash_attn import window_from
-from torch_bridge.varlen import known
 
 UNSERVED = {
     "rotary_cos": "rotate `q` and `k` before the call",

@@ -10,8 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from jax_flash_jvp import visibility
 from jax_flash_jvp.problem import warn_if_none_visible, window_of
-from torch_bridge.checks import check_flag, check_tensor
-from torch_bridge.varlen import blank, counted, known
+from torch_bridge.checks import check_flag, check_tensor, known
+from torch_bridge.varlen import blank, counted
 
 
 def attend_nested(attend: Callable, query: Any, key: Any, value: Any, absent: dict[str, Any], **options: Any) -> Any:

@@ -1,6 +1,6 @@
-"""flash-attn's entry points for packed sequences."""
+"""flash-attn's entry point for packed sequences."""
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from jax_flash_jvp import visibility
 from jax_flash_jvp.problem import SELECTORS, check_cu_seqlens
 from torch_bridge.attention import attend, context_of_call, options_of
-from torch_bridge.checks import check_devices, check_flag, check_integers, check_number, check_tensor
-from torch_bridge.flash_attn import Results, unpacked, window_from
+from torch_bridge.checks import check_devices, check_flag, check_integers, check_number, check_tensor, known
+from torch_bridge.flash_attn import Results, window_from
 
 
 class Options(TypedDict, total=False):
@@ -164,78 +164,6 @@ def flash_attn_varlen_func(
     if not return_attn_probs:
         return o
     return o, blank(log_sum_exp[0, ..., None], of_queries, -torch.inf)[..., 0], None
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """:func:`flash_attn_varlen_func` of qkv [total, 3, H, E], which is not copied.
-
-    Raises:
-      ValueError: `qkv` is not of this shape; and what :func:`flash_attn_varlen_func` raises.
-      TypeError: `qkv` is no tensor; and what :func:`flash_attn_varlen_func` raises.
-    """
-    named: dict[str, Any] = dict(
-        dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, deterministic=deterministic, return_attn_probs=return_attn_probs,
-    )  # fmt: skip
-    tensors = qkv, cu_seqlens
-    if has_torch_function(tensors):
-        return handle_torch_function(flash_attn_varlen_qkvpacked_func, tensors, qkv, cu_seqlens, max_seqlen, **named)
-    q, k, v = unpacked("qkv", qkv, 3, ("tokens",))
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, **named)
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """:func:`flash_attn_varlen_func` of q [total, Hq, E] and kv [total of keys, 2, H, E], which is not copied.
-
-    Raises:
-      ValueError: `kv` is not of this shape; and what :func:`flash_attn_varlen_func` raises.
-      TypeError: `kv` is no tensor; and what :func:`flash_attn_varlen_func` raises.
-    """
-    named: dict[str, Any] = dict(
-        dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, deterministic=deterministic, return_attn_probs=return_attn_probs,
-    )  # fmt: skip
-    tensors = q, kv, cu_seqlens_q, cu_seqlens_k
-    if has_torch_function(tensors):
-        return handle_torch_function(
-            flash_attn_varlen_kvpacked_func, tensors, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **named
-        )  # fmt: skip
-    k, v = unpacked("kv", kv, 2, ("tokens",))
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, **named)
-
-
-def known(a: Tensor) -> list[int] | None:
-    """The numbers of a tensor that may be read at once."""
-    if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
-        return None
-    return a.tolist() if a.device.type == "cpu" else None
 
 
 def counted(tokens: int, edges: Tensor, lengths: Tensor | None) -> Tensor | None:
