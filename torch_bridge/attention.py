@@ -496,7 +496,8 @@ def _as_many_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
             "the number of heads of `query` must be a multiple of those of `key` and of `value`: got "
             f"{heads}, {of_keys} and {of_values}"
         )
-    n = math.lcm(of_keys, of_values)
+    n = max(of_keys, of_values)
+    n = heads if n % min(of_keys, of_values) else n  # not math.lcm, which takes no symbols
     several = lambda a: a.unsqueeze(-3).expand(*a.shape[:-2], n // a.shape[-3], *a.shape[-2:]).flatten(-4, -3)
     return query, several(key), several(value)
 

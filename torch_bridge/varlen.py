@@ -125,7 +125,12 @@ def flash_attn_varlen_func(
     for name, a in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, a)
         if a.dim() != 3:
-            raise ValueError(f"`{name}` must have shape [tokens, heads, channels]: got {tuple(a.shape)}")
+            hint = (
+                "; a batch goes to flash_attn_func, or with lengths to scaled_dot_product_attention"
+                if a.dim() == 4
+                else ""
+            )
+            raise ValueError(f"`{name}` must have shape [tokens, heads, channels]: got {tuple(a.shape)}{hint}")
     check_flag("causal", causal)
     check_flag("deterministic", deterministic)
     check_flag("return_attn_probs", return_attn_probs)
