@@ -100,15 +100,14 @@ def flash_attn_varlen_func(
       dropout_p, softmax_scale, softcap, deterministic: as in :func:`flash_attn_func`.
       alibi_slopes, block_table: not served.
       seqused_q, seqused_k: integers [sequences], how many of the first tokens of each sequence are used; the others, whose memory
-        may hold anything, are seen by nobody and give zeros.
+        may hold anything, are seen by nobody and give zeros.  Not in a context, where they raise a ValueError.
       return_attn_probs: also return the log-sum-exp of the scores, [Hq, total] and differentiable, and None for the
         probabilities, which are never formed.
 
     Raises:
-      ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `block_table`; `seqused_q` or
-        `seqused_k` in a context.  `cu_seqlens` that decrease, or do not end at the number of tokens: where they are on the CPU.
-        On a GPU, and where torch.compile traces, they are not looked at: what lies beyond the last sequence belongs to none, and
-        gives zeros.
+      ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `block_table`.  `cu_seqlens` that
+        decrease, or do not end at the number of tokens: where they are on the CPU.  On a GPU, and where torch.compile traces,
+        they are not looked at: what lies beyond the last sequence belongs to none, and gives zeros.
       TypeError: `cu_seqlens` that are no integers, and as of :func:`flash_attn_func`.
     """
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
@@ -145,14 +144,14 @@ def flash_attn_varlen_func(
     parts = 1 if context is None else context.parts
     for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
         check_cu_seqlens(name, a, cu_seqlens_q, parts * tokens, known(a))
+    options = options_of(dropout_p, "upper_left", None, softcap or None)
+    window = window_from(window_size) or (None, None)
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used is not None:
             check_integers(name, used, q, cu_seqlens_q.shape[0] - 1)
             if context is not None:
                 raise ValueError(f"`{name}` does not go with a context: leave unused tokens out of what is shared")
     of_queries, of_keys = counted(q.shape[0], cu_seqlens_q, seqused_q), counted(k.shape[0], cu_seqlens_k, seqused_k)
-    options = options_of(dropout_p, "upper_left", None, softcap or None)
-    window = window_from(window_size) or (None, None)
     ranges = visibility.documents(
         parts * q.shape[0], cu_seqlens_q, cu_seqlens_k, lengths=seqused_q, key_lengths=seqused_k, is_causal=causal,
         window=window, like=q,
