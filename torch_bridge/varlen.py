@@ -174,12 +174,10 @@ def counted(tokens: int, edges: Tensor, lengths: Tensor | None) -> Tensor | None
     """Which tokens of packed sequences count, where only the first so many of each do; None: all."""
     if lengths is None:
         return None
-    start, end = (
-        visibility.documents(tokens, edges, lengths=lengths, key_lengths=lengths, like=edges).flatten(0, 3).unbind(1)
-    )
-    return start < end
+    own = visibility.documents(tokens, edges, lengths=lengths, key_lengths=lengths, like=edges)[0, 0, :, 0]
+    return own[:, 0] < own[:, 1]
 
 
-def blank(a: Tensor, counted: Tensor | None, with_: float = 0) -> Tensor:
-    """[…, tokens, channels] without what lies where tokens do not count, there and in the gradient of the result."""
-    return a if counted is None else a.masked_fill(~counted[:, None], with_)
+def blank(a: Tensor, counts: Tensor | None, fill: float = 0) -> Tensor:
+    """[…, tokens, channels] with `fill` where tokens do not count; what lies there, or in its cotangent, goes nowhere."""
+    return a if counts is None else a.masked_fill(~counts[:, None], fill)
