@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from jax_flash_jvp.problem import Alignment, lower_right_of
+
 MOST_RANGES = 8  # of sliding tiles; more are said by blocks
 FAR = 2**30  # no sequence is as long
 
@@ -92,6 +94,18 @@ def _limit(name: str, size: int | None) -> int | None:
     return None if size is None or size >= FAR else max(int(size), -FAR)
 
 
+def _ends(name: str, edges: Any, lengths: Any, arrays: _Arrays) -> Any:
+    """Where each document ends, or what counts of it."""
+    if lengths is None:
+        return edges[1:]
+    lengths = arrays.places(name, lengths)
+    if lengths.shape != edges[1:].shape:
+        raise ValueError(
+            f"`{name}` must have shape {tuple(edges[1:].shape)}, a length a document: got {tuple(lengths.shape)}"
+        )
+    return arrays.module.minimum(edges[:-1] + lengths, edges[1:])
+
+
 def causal(queries: int, *, offset: Any = 0, like: Any = None) -> Any:
     """Query i sees keys 0 … i + offset; `offset`, a number or [B], is how many keys stand in a cache before the queries."""
     return window(queries, offset=offset, right=0, like=like)
@@ -143,17 +157,22 @@ def documents(
     cu_seqlens: Any,
     key_cu_seqlens: Any = None,
     *,
+    lengths: Any = None,
+    key_lengths: Any = None,
     is_causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
+    causal_alignment: Alignment = "lower_right",
     like: Any = None,
 ) -> Any:
     """Query i sees the keys of its document: that with cu_seqlens[d] <= i < cu_seqlens[d + 1], whose keys are from
     key_cu_seqlens[d] on (as the queries, if None).  Causality and windows count from the lower right corner of each document, as
-    in flash-attn.  Queries of no document see nothing.
+    in flash-attn; with `causal_alignment` "upper_left", from its first query and key.  `lengths` and `key_lengths`, integers
+    [documents], say how many queries and keys of each document count; None: all.  Queries of no document, and those that do not
+    count, see nothing.
 
     For the kernels to read nothing behind the last document, pass its end as the lengths of queries and keys too:
     `query_seq_lengths=cu_seqlens[-1:]`, `key_value_seq_lengths=key_cu_seqlens[-1:]`."""
-    arrays = _Arrays(like, cu_seqlens, key_cu_seqlens)
+    arrays = _Arrays(like, cu_seqlens, key_cu_seqlens, lengths, key_lengths)
     q_edges = arrays.places("cu_seqlens", cu_seqlens)
     alike = key_cu_seqlens is None or key_cu_seqlens is cu_seqlens
     k_edges = q_edges if alike else arrays.places("key_cu_seqlens", key_cu_seqlens)
@@ -167,11 +186,15 @@ def documents(
     if count < 1:
         return arrays.ranges((i * 0, i * 0))
     module = arrays.module
-    # of each document its first key, its end, and how far the last key is from the last query, which sees it; and of none
-    rows = module.stack([k_edges[:-1], k_edges[1:], k_edges[1:] - q_edges[1:]], -1)
+    q_ends, k_ends = _ends("lengths", q_edges, lengths, arrays), _ends("key_lengths", k_edges, key_lengths, arrays)
+    # how far, in each document, the key that causality counts from is behind the query that it counts from
+    shift = k_ends - q_ends if lower_right_of(causal_alignment) else k_edges[:-1] - q_edges[:-1]
+    rows = module.stack([k_edges[:-1], k_ends, shift, q_ends], -1)
     none = rows[:1] * 0
     found = module.concatenate([none, rows, none])[arrays.place(q_edges, i)]
-    k_first, k_end = found[:, 0], found[:, 1]
+    k_first, k_end, shift, q_end = (found[:, column] for column in range(4))
+    if lengths is not None:
+        k_end = module.where(i < q_end, k_end, k_first)
     if not (isinstance(window, Sequence) and len(window) == 2):
         raise TypeError(f"`window` must be a pair of integers or None, to the left and to the right: got {window!r}")
     left, right = (_limit(f"window[{side}]", size) for side, size in enumerate(window))
@@ -179,7 +202,7 @@ def documents(
         right = 0 if right is None else min(right, 0)
     if left is None and right is None:
         return arrays.ranges((k_first, k_end))
-    at = found[:, 2] + i
+    at = shift + i
     start = k_first if left is None else module.maximum(k_first, at - left)
     end = k_end if right is None else module.minimum(k_end, at + (right + 1))
     return arrays.ranges((start, end))

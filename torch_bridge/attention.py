@@ -162,7 +162,7 @@ def scaled_dot_product_attention(
       is_causal: query i attends to keys 0 … i.  Not together with `attn_mask`.
       scale: σ, a number; 1 / sqrt(E) by default.
       enable_gqa: let Hq be a multiple of H; consecutive groups of Hq // H query heads share a key head
-        (arXiv:2305.13245).
+        (arXiv:2305.13245).  Heads of `value` may then be of another number that divides Hq.
       causal_alignment: "upper_left", or "lower_right": then `is_causal` and `local_window_size` count queries from the end,
         i + S - L in place of i, whatever the lengths below.
       local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right, either of
@@ -226,6 +226,19 @@ def scaled_dot_product_attention(
             deterministic=deterministic,
         )  # fmt: skip
     context = context_of_call(query, context_group, context_strategy, context_order)
+    if getattr(query, "is_nested", False):
+        from torch_bridge.nested import attend_nested  # which imports this module
+
+        absent = dict(
+            attn_mask=attn_mask, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids, key_ranges=key_ranges,
+            mask_block_size=mask_block_size, context_group=context,
+        )  # fmt: skip
+        return attend_nested(
+            scaled_dot_product_attention, query, key, value, absent, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, causal_alignment=causal_alignment, local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap, sinks=sinks, return_lse=return_lse, deterministic=deterministic,
+        )  # fmt: skip
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)
@@ -378,7 +391,7 @@ def attend(
         dtype = torch.get_autocast_dtype(kind)
         x = [a.to(dtype) if a.is_floating_point() and a.dtype != torch.float64 else a for a in x]
     whole = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
-    if not whole or not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
+    if not whole or not (key.shape[1] == value.shape[1] and (enable_gqa or key.shape[1] == query.shape[1])):
         x = _broadcast(x, enable_gqa)
     rows = x[0].shape[:-1]
     if mask is not None:
@@ -461,6 +474,8 @@ def _broadcast(x, enable_gqa: bool):
     for name, a in zip(("query", "key", "value"), x, strict=True):
         if a.dim() < tail:
             raise ValueError(f"`{name}` must have at least {tail} axes: got shape {tuple(a.shape)}")
+    if enable_gqa:
+        x = _as_many_heads(*x)
     try:
         lead = torch.broadcast_shapes(*(a.shape[:-tail] for a in x))
     except RuntimeError as error:
@@ -471,6 +486,22 @@ def _broadcast(x, enable_gqa: bool):
             more = "; of [batch, length, heads, channels], pass the transpose(1, 2) of each, or call flash_attn_func"
         raise ValueError(f"leading axes of `query`, `key` and `value` must broadcast: got {shapes}{more}") from error
     return [a.expand(*lead, *a.shape[-tail:]) for a in x]
+
+
+def _as_many_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With as many heads of keys as of values."""
+    heads, of_keys, of_values = (a.shape[-3] for a in (query, key, value))
+    if of_keys == of_values:
+        return query, key, value
+    if not of_keys or not of_values or heads % of_keys or heads % of_values:
+        raise ValueError(
+            "the number of heads of `query` must be a multiple of those of `key` and of `value`: got "
+            f"{heads}, {of_keys} and {of_values}"
+        )
+    n = max(of_keys, of_values)
+    n = heads if n % min(of_keys, of_values) else n  # not math.lcm, which takes no symbols
+    several = lambda a: a.unsqueeze(-3).expand(*a.shape[:-2], n // a.shape[-3], *a.shape[-2:]).flatten(-4, -3)
+    return query, several(key), several(value)
 
 
 def _four_dimensional(name: str, mask: Tensor, scores, block: tuple[int, int] | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # private
 from torch.nn.attention.flex_attention import BlockMask
 
 from jax_flash_jvp.problem import blocks_of
@@ -21,6 +22,7 @@ CHUNK = 2**22  # elements for which a mask_mod is called at once
 def tensor_of(name: str, mask: BlockMask, scores: Sequence[int]) -> tuple[Tensor, tuple[int, int]]:
     """(mask, queries and keys of its blocks), for scores [B, H, T, S]; boolean where no block is partial."""
     batch, heads, *lengths = scores
+    _refuse_mapped(name, mask.kv_num_blocks, mask.kv_indices)
     if tuple(mask.seq_lengths) != tuple(lengths) or mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, heads):
         raise ValueError(
             f"`{name}` must be a BlockMask of shape {tuple(scores)}, or 1 in the place of the first two: got {tuple(mask.shape)}"
@@ -47,11 +49,25 @@ def tensor_of(name: str, mask: BlockMask, scores: Sequence[int]) -> tuple[Tensor
         q = _positions(i, page[0], lengths[0])
         k = _positions(j, page[1], lengths[1])
         at = b[:, None, None], h[:, None, None], (q // size[0])[:, :, None], (k // size[1])[:, None, :]
-        elements = full[at] | (seen[at] & _elements(mask.mask_mod, b, h, q, k))
+        elements = _elements(mask.mask_mod, b, h, q, k)
+        _refuse_mapped(name, elements)
+        elements = full[at] | (seen[at] & elements)
         pages[b, h, number[b, h, i, j]] = elements.to(torch.uint8)
     table = torch.where(partial, number, (some & whole).long()).to(torch.int32).flatten(2)
     parts = table.new_full((*table.shape[:2], 1), n), table, pages.view(torch.int32).flatten(2)
     return torch.cat(parts, 2)[:, :, None], page
+
+
+def _refuse_mapped(name: str, *tensors: Tensor) -> None:
+    """How many blocks are partial must be known, of all that vmap maps over."""
+    for a in tensors:
+        while _functorch.is_functorch_wrapped_tensor(a):
+            if _functorch.is_batchedtensor(a):
+                raise ValueError(
+                    f"`{name}` must not be a BlockMask that differs along an axis of vmap: make that axis the batch axis of the "
+                    "arrays and of create_block_mask, and call this outside vmap; or pass `key_ranges` or a boolean tensor"
+                )
+            a = _functorch.get_unwrapped(a)
 
 
 def pages_of(tensor: Tensor, page: tuple[int, int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

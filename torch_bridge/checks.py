@@ -16,6 +16,14 @@ def check_tensor(name: str, a: Any) -> None:
         raise TypeError(f"`{name}` must be a tensor: got {type(a).__name__}")
 
 
+def known(a: Tensor) -> list[int] | None:
+    """The numbers of a tensor that may be read at once."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()  # private
+    if traced or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
+        return None
+    return a.flatten().tolist() if a.device.type == "cpu" else None
+
+
 def check_number(name: str, value: Any) -> None:
     if isinstance(value, Tensor):
         raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")
@@ -45,7 +53,11 @@ def check_devices(query: Tensor, named: Iterable[tuple[str, Any]]) -> None:
         if a.device != query.device:
             raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
         if a.is_nested:
-            raise ValueError(f"`{name}` must not be a nested tensor: pad it, and hide the padding with `attn_mask`")
+            where = " where `query` is none" if not query.is_nested else ""
+            raise ValueError(
+                f"`{name}` must not be a nested tensor{where}: call scaled_dot_product_attention with `query`, `key` and `value` "
+                "all nested, or pad it"
+            )
         if (
             type(a) is not type(query)
             and a.is_floating_point()
@@ -57,6 +69,15 @@ def check_devices(query: Tensor, named: Iterable[tuple[str, Any]]) -> None:
             )
         if a.layout != torch.strided:
             raise ValueError(f"`{name}` must not be sparse: got {a.layout}; pass its `to_dense()`")
+
+
+def check_integers(name: str, a: Any, query: Tensor, count: int) -> None:
+    """One for each of so many sequences."""
+    check_devices(query, ((name, a),))
+    if a.dim() != 1 or a.shape[0] != count:
+        raise ValueError(f"`{name}` must have shape ({count},), a number a sequence: got {tuple(a.shape)}")
+    if a.dtype.is_floating_point or a.dtype.is_complex or a.dtype == torch.bool:
+        raise TypeError(f"`{name}` must be of integers: got {a.dtype}; cast it")
 
 
 class Described(NamedTuple):

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -174,7 +174,7 @@ def flash_attn_qkvpacked_func(
     others = [dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs]
     if has_torch_function(tensors):
         return handle_torch_function(flash_attn_qkvpacked_func, tensors, qkv, *others, **ours)
-    return flash_attn_func(*_unpacked("qkv", qkv, 3), *others, **ours)
+    return flash_attn_func(*unpacked("qkv", qkv, 3), *others, **ours)
 
 
 @overload
@@ -211,16 +211,16 @@ def flash_attn_kvpacked_func(
     others = [dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs]
     if has_torch_function(tensors):
         return handle_torch_function(flash_attn_kvpacked_func, tensors, q, kv, *others, **ours)
-    return flash_attn_func(q, *_unpacked("kv", kv, 2), *others, **ours)
+    return flash_attn_func(q, *unpacked("kv", kv, 2), *others, **ours)
 
 
-def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
+def unpacked(name: str, packed: Tensor, count: int, lead: Sequence[str] = ("batch", "length")) -> tuple[Tensor, ...]:
     check_tensor(name, packed)
-    if packed.dim() != 5 or packed.shape[2] != count:
+    if packed.dim() != len(lead) + 3 or packed.shape[len(lead)] != count:
         raise ValueError(
-            f"`{name}` must have shape [batch, length, {count}, heads, channels]: got {tuple(packed.shape)}"
+            f"`{name}` must have shape [{', '.join(lead)}, {count}, heads, channels]: got {tuple(packed.shape)}"
         )
-    return packed.unbind(2)
+    return packed.unbind(len(lead))
 
 
 def window_from(size: Any) -> tuple[int | None, int | None] | None:

@@ -9,7 +9,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from jax_flash_jvp import visibility
 from jax_flash_jvp.problem import SELECTORS, check_cu_seqlens
 from torch_bridge.attention import attend, context_of_call, options_of
-from torch_bridge.checks import check_devices, check_flag, check_number, check_tensor
+from torch_bridge.checks import check_devices, check_flag, check_integers, check_number, check_tensor, known
 from torch_bridge.flash_attn import Results, window_from
 
 LENGTHS = ("query_lengths", "key_lengths")
@@ -26,6 +26,8 @@ class Options(TypedDict, total=False):
     alibi_slopes: None
     deterministic: bool
     block_table: None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
 
 
 @overload
@@ -84,6 +86,9 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> Tensor | Results:
     """Attention of sequences that lie one behind the other, without padding, with the arguments of the flash-attn package:
     q [total, Hq, E], k [total of keys, H, E] and v [total of keys, H, Ev] give [total, Hq, Ev], with every derivative.
@@ -96,6 +101,8 @@ def flash_attn_varlen_func(
         limit a side.
       dropout_p, softmax_scale, softcap, deterministic: as in :func:`flash_attn_func`.
       alibi_slopes, block_table: not served.
+      seqused_q, seqused_k: integers [sequences], how many of the first tokens of each sequence are used; the others, whose memory
+        may hold anything, are seen by nobody and give zeros.  Not in a context, where they raise a ValueError.
       return_attn_probs: also return the log-sum-exp of the scores, [Hq, total] and differentiable, and None for the
         probabilities, which are never formed.
 
@@ -109,13 +116,13 @@ def flash_attn_varlen_func(
     Tokens of no sequence give zeros.  Those behind the last sequence may hold NaN, in tensors, tangents and cotangents.  So may
     those before the first one, and those of a sequence that has no tokens on the other side, where the reference computes.
     """
-    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     if has_torch_function(tensors):
         return handle_torch_function(
             flash_attn_varlen_func, tensors, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
             alibi_slopes=alibi_slopes, deterministic=deterministic, return_attn_probs=return_attn_probs,
-            block_table=block_table,
+            block_table=block_table, seqused_q=seqused_q, seqused_k=seqused_k,
         )  # fmt: skip
     for name, value in (("alibi_slopes", alibi_slopes), ("block_table", block_table)):
         if value is not None:
@@ -123,7 +130,12 @@ def flash_attn_varlen_func(
     for name, a in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, a)
         if a.dim() != 3:
-            raise ValueError(f"`{name}` must have shape [tokens, heads, channels]: got {tuple(a.shape)}")
+            hint = (
+                "; a batch goes to flash_attn_func, or with lengths to scaled_dot_product_attention"
+                if a.dim() == 4
+                else ""
+            )
+            raise ValueError(f"`{name}` must have shape [tokens, heads, channels]: got {tuple(a.shape)}{hint}")
     check_flag("causal", causal)
     check_flag("deterministic", deterministic)
     check_flag("return_attn_probs", return_attn_probs)
@@ -138,28 +150,44 @@ def flash_attn_varlen_func(
     parts = 1 if context is None else context.parts
     lengths = {}  # what lies behind the last sequence may hold anything
     for field, (name, a), tokens in zip(LENGTHS, edges.items(), (q.shape[0], k.shape[0]), strict=True):
-        numbers = _known(a)
+        numbers = known(a)
         check_cu_seqlens(name, a, cu_seqlens_q, parts * tokens, numbers)
         if numbers is None or numbers[-1] < parts * tokens:
             lengths[field] = a[-1:].to(torch.int32)
     options = options_of(dropout_p, "upper_left", None, softcap or None)
     window = window_from(window_size) or (None, None)
+    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if used is not None:
+            check_integers(name, used, q, cu_seqlens_q.shape[0] - 1)
+            if context is not None:
+                raise ValueError(f"`{name}` does not go with a context: leave unused tokens out of what is shared")
+    of_queries, of_keys = counted(q.shape[0], cu_seqlens_q, seqused_q), counted(k.shape[0], cu_seqlens_k, seqused_k)
     ranges = visibility.documents(
-        parts * q.shape[0], cu_seqlens_q, cu_seqlens_k, is_causal=causal, window=window, like=q
-    )
+        parts * q.shape[0], cu_seqlens_q, cu_seqlens_k, lengths=seqused_q, key_lengths=seqused_k, is_causal=causal,
+        window=window, like=q,
+    )  # fmt: skip
     ranges = ranges if context is None else context.part_of(ranges)
     q, k, v = (a.transpose(0, 1)[None] for a in (q, k, v * 0 if dropout_p == 1 else v))
+    q, k, v = blank(q, of_queries), blank(k, of_keys), blank(v, of_keys)
     selection = [ranges if name == "key_ranges" else lengths.get(name) for name in SELECTORS]
     o, log_sum_exp = attend(
         q, k, v, None, False, softmax_scale, True, options, selection, context=context, with_lse=return_attn_probs,
         deterministic=deterministic or None,
     )  # fmt: skip
-    o = o[0].transpose(0, 1)
-    return (o, log_sum_exp[0], None) if return_attn_probs else o
+    o = blank(o[0], of_queries).transpose(0, 1)
+    if not return_attn_probs:
+        return o
+    return o, blank(log_sum_exp[0, ..., None], of_queries, -torch.inf)[..., 0], None
 
 
-def _known(a: Tensor) -> list[int] | None:
-    """The numbers of a tensor that may be read at once."""
-    if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
+def counted(tokens: int, edges: Tensor, lengths: Tensor | None) -> Tensor | None:
+    """Which tokens of packed sequences count, where only the first so many of each do; None: all."""
+    if lengths is None:
         return None
-    return a.tolist() if a.device.type == "cpu" else None
+    own = visibility.documents(tokens, edges, lengths=lengths, key_lengths=lengths, like=edges)[0, 0, :, 0]
+    return own[:, 0] < own[:, 1]
+
+
+def blank(a: Tensor, counts: Tensor | None, fill: float = 0) -> Tensor:
+    """[…, tokens, channels] with `fill` where tokens do not count; what lies there, or in its cotangent, goes nowhere."""
+    return a if counts is None else a.masked_fill(~counts[:, None], fill)

@@ -14,6 +14,10 @@ EDGES = np.array([0, 5, 5, 12, 24], np.int32)
 KEY_EDGES = np.array([0, 7, 9, 9, 24], np.int32)
 OF = np.searchsorted(EDGES, I, side="right") - 1
 OF_KEYS = np.searchsorted(KEY_EDGES, J, side="right") - 1
+USED, KEYS_USED = np.array([3, 0, 9, 12]), np.array([7, 1, 0, 11])  # more than there are, too
+USED_END = (EDGES[:-1] + np.minimum(USED, np.diff(EDGES)))[OF]
+KEYS_USED_END = (KEY_EDGES[:-1] + np.minimum(KEYS_USED, np.diff(KEY_EDGES)))[OF]
+FROM_FIRST = I + (KEY_EDGES[:-1] - EDGES[:-1])[OF]
 AT = I + (KEY_EDGES[1:] - EDGES[1:])[OF]  # from the lower right corner of each document
 HALF, BLOCK = 12, 5
 CLEAN, B_Q, B_K = J < HALF, I % HALF // BLOCK, J % HALF // BLOCK
@@ -56,6 +60,14 @@ CASES = {
     "documents-not-of-all": (
         lambda like: visibility.documents(24, [4, 9, 20], like=like),
         (I >= 4) & (I < 20) & (J >= 4) & (J < 20) & ((I < 9) == (J < 9)),
+    ),
+    "documents-used": (
+        lambda like: visibility.documents(24, EDGES, KEY_EDGES, lengths=USED, key_lengths=KEYS_USED, is_causal=True, like=like),
+        (OF == OF_KEYS) & (I < USED_END) & (J < KEYS_USED_END) & (J <= I - USED_END + KEYS_USED_END),
+    ),
+    "documents-from-the-first": (
+        lambda like: visibility.documents(24, EDGES, KEY_EDGES, window=(2, 1), causal_alignment="upper_left", like=like),
+        (OF == OF_KEYS) & (J >= FROM_FIRST - 2) & (J <= FROM_FIRST + 1),
     ),
     "documents-none": (lambda like: visibility.documents(24, [0], like=like), (I < 0) & (J < 0)),
 }  # fmt: skip
@@ -142,6 +154,11 @@ def test_numbers_may_be_traced():
             lambda: visibility.documents(24, EDGES, EDGES[1:]),
             "`key_cu_seqlens` must have as many edges as `cu_seqlens`",
         ),
+        (
+            lambda: visibility.documents(24, EDGES, lengths=EDGES),
+            r"`lengths` must have shape \(4,\), a length a document",
+        ),
+        (lambda: visibility.documents(24, EDGES, causal_alignment="left"), "`causal_alignment` must be"),
         (lambda: visibility.sliding_tile((6, 8), (2,), (3, 3)), "`tile` must have a number for each axis"),
         (lambda: visibility.sliding_tile((6, 8), (2, 2), (3, 0)), "`window` must be positive: got 0"),
         (lambda: visibility.causal(-1), "`queries` must be zero or more: got -1"),
@@ -162,6 +179,7 @@ def test_bad_arguments(make, match):
         (lambda like: visibility.prefix(24, [2.0, 3], like=like), "`length` must be of integers: got float"),
         (lambda like: visibility.documents(24, [0.0, 24], like=like), "`cu_seqlens` must be of integers: got float"),
         (lambda like: visibility.documents(24, EDGES, EDGES * 0.5, like=like), "`key_cu_seqlens` must be of integers"),
+        (lambda like: visibility.documents(24, EDGES, key_lengths=USED * 0.5, like=like), "`key_lengths` must be of integers"),
         (lambda like: visibility.block_causal(24, 2.5, like=like), "`block` must be an integer: got 2.5"),
         (lambda like: visibility.sliding_tile((4, 4), (2.0, 2), (1, 1), like=like), "`tile` must be an integer: got 2.0"),
     ],

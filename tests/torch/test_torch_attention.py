@@ -64,6 +64,9 @@ PROBLEMS = {  # shapes of query, key and value; arguments
     "Ev7": ([(1, 2, 5, 4), (1, 2, 6, 4), (1, 2, 6, 7)], dict()),
     "GQA": ([(2, 6, 5, 4), (2, 2, 7, 4), (2, 2, 7, 4)], dict(enable_gqa=True)),
     "MQA-causal": ([(2, 3, 5, 4), (2, 1, 5, 4), (2, 1, 5, 4)], dict(enable_gqa=True, is_causal=True)),
+    "GQA-fewer-values": ([(2, 6, 5, 4), (2, 6, 7, 4), (2, 2, 7, 3)], dict(enable_gqa=True)),
+    "GQA-fewer-keys": ([(2, 12, 5, 4), (2, 4, 7, 4), (2, 6, 7, 4)], dict(enable_gqa=True, is_causal=True)),
+    "3D-GQA-fewer-values": ([(6, 5, 4), (3, 7, 4), (1, 7, 4)], dict(enable_gqa=True)),
     "one-head-broadcast": ([(2, 3, 5, 4), (2, 1, 6, 4), (2, 1, 6, 4)], dict()),
     "batch-broadcast": ([(2, 3, 5, 4), (1, 3, 6, 4), (3, 6, 4)], dict()),
     "3D": ([(3, 5, 4), (3, 6, 4), (3, 6, 4)], dict()),
@@ -319,7 +322,7 @@ ERRORS = {
         lambda: sdpa(normal(2, 9, 4, 8), *[normal(2, 7, 4, 8)] * 2, enable_gqa=True),
     ),
     "heads-gqa": (ValueError, "multiple", lambda: sdpa(A, A[:, :3], A[:, :3], enable_gqa=True)),
-    "value-heads": (ValueError, "`value` must have as many heads", lambda: sdpa(A, A, B, enable_gqa=True)),
+    "value-heads": (ValueError, "`key` and of `value`: got 4, 4 and 3", lambda: sdpa(A, A, A[:, :3], enable_gqa=True)),
     "batch": (ValueError, "must broadcast", lambda: sdpa(normal(3, 4, 5, 8), A, A)),
     "channels": (ValueError, r"got query\[..., 8\] and key\[..., 4\]", lambda: sdpa(A, A[..., :4], A)),
     "length": (ValueError, "`value` must be as long as `key`", lambda: sdpa(A, A, A[:, :, :3])),
@@ -1117,6 +1120,15 @@ def test_symbolic_shapes_outside_dynamo():
     trace = make_fx(lambda *x: sdpa(*x), tracing_mode="symbolic")
     q = normal(2, 2, 3, 4)
     torch.testing.assert_close(trace(q, q, q)(q, q, q), sdpa(q, q, q))
+
+
+@pytest.mark.parametrize("mask", [normal(5, 5) > 0, normal(5, 5)], ids=["boolean", "bias"])
+def test_a_mask_that_is_changed_before_the_backward(mask):
+    q = normal(1, 2, 5, 4).requires_grad_()
+    o = sdpa(q, q, q, mask)
+    mask[0, 0] = 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(o.sum(), q)
 
 
 def test_changes_in_place():

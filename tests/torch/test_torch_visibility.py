@@ -182,7 +182,7 @@ def test_tokens_of_no_sequence_may_hold_anything(case, seed, traced, monkeypatch
     spread = lambda a, r: a.new_full((len(r), *a.shape[1:]), torch.nan).index_put((r,), a)
     torn = [[spread(a, r) for a, r in zip(some, rows, strict=True)] for some in given]
     if traced:  # as on a GPU
-        monkeypatch.setattr(varlen, "_known", lambda a: None)
+        monkeypatch.setattr(varlen, "known", lambda a: None)
     q_edges, k_edges = map(torch.from_numpy, edges)
     attend = lambda *x: flash_attn_varlen_func(*x, q_edges, k_edges, **ours)
     want = of_packed(lambda *x: apart(*x, *compact, **theirs), *[(*a[:3],) for a in given], [a[3] for a in given])
@@ -253,6 +253,25 @@ def test_vmap():
     check(
         lambda: vmap(attend)(*x, ranges), lambda: torch.stack([attend(*(a[i] for a in (*x, ranges))) for i in range(3)])
     )
+
+
+def test_block_masks_in_vmap():
+    """Those that do not differ along its axis, whether made inside or not."""
+    x = normal(3, 1, H, 6, E)
+    made_there = lambda n: create_block_mask(lambda b, h, q, k: k < n, None, None, 6, 6, device="cpu", BLOCK_SIZE=2)
+    made_here, want = made_there(3), vmap(lambda x: sdpa(x, x, x, torch.arange(6) < 3))(x)
+    for attend in (lambda x: sdpa(x, x, x, made_there(3)), lambda x: sdpa(x, x, x, made_here)):
+        torch.testing.assert_close(vmap(attend)(x), want)
+    with pytest.raises(ValueError, match="`attn_mask` must not be a BlockMask that differs along an axis of vmap"):
+        vmap(lambda x, n: sdpa(x, x, x, made_there(n)))(x, torch.tensor([1, 3, 6]))
+
+    def of_full_blocks(x, n):
+        mask = made_there(5)
+        mask.mask_mod = lambda b, h, q, k: k < n
+        return sdpa(x, x, x, mask)
+
+    with pytest.raises(ValueError, match="`attn_mask` must not be a BlockMask that differs along an axis of vmap"):
+        vmap(of_full_blocks)(x, torch.tensor([1, 3, 6]))
 
 
 def test_a_plan_of_ranges():
