@@ -4,11 +4,10 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash_jvp import visibility
-from jax_flash_jvp.attention import as_array, context_of, dot_product_attention
+from jax_flash_jvp.attention import as_array, context_of, dot_product_attention, known
 from jax_flash_jvp.context import Order, Strategy, chunks_of
 from jax_flash_jvp.problem import Implementation, check_cu_seqlens, window_of
 
@@ -96,10 +95,3 @@ def varlen_attention(
         rows = jnp.arange(devices * q.shape[0]).reshape(devices * len(chunks), -1)[chunks].ravel()
         ranges = ranges[:, :, rows]
     return dot_product_attention(q, k, value, key_ranges=ranges, return_residual=return_residual, **options)
-
-
-def known(a: Any) -> list[int] | None:
-    """The numbers of an array in the host's memory, whose reading waits for no device."""
-    if isinstance(a, jax.core.Tracer) or (isinstance(a, jax.Array) and any(d.platform != "cpu" for d in a.devices())):
-        return None
-    return np.asarray(a).tolist()

@@ -16,6 +16,13 @@ def check_tensor(name: str, a: Any) -> None:
         raise TypeError(f"`{name}` must be a tensor: got {type(a).__name__}")
 
 
+def known(a: Tensor) -> list[int] | None:
+    """The numbers of a tensor that may be read at once."""
+    if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
+        return None
+    return a.flatten().tolist() if a.device.type == "cpu" else None
+
+
 def check_number(name: str, value: Any) -> None:
     if isinstance(value, Tensor):
         raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")

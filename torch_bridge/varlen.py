@@ -2,14 +2,13 @@
 
 from typing import Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from jax_flash_jvp import visibility
 from jax_flash_jvp.problem import SELECTORS, check_cu_seqlens
 from torch_bridge.attention import attend, context_of_call, options_of
-from torch_bridge.checks import check_devices, check_flag, check_number, check_tensor
+from torch_bridge.checks import check_devices, check_flag, check_number, check_tensor, known
 from torch_bridge.flash_attn import Results, window_from
 
 
@@ -131,7 +130,7 @@ def flash_attn_varlen_func(
     context = context_of_call(q)
     parts = 1 if context is None else context.parts
     for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
-        check_cu_seqlens(name, a, cu_seqlens_q, parts * tokens, _known(a))
+        check_cu_seqlens(name, a, cu_seqlens_q, parts * tokens, known(a))
     options = options_of(dropout_p, "upper_left", None, softcap or None)
     window = window_from(window_size) or (None, None)
     ranges = visibility.documents(
@@ -146,10 +145,3 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     o = o[0].transpose(0, 1)
     return (o, log_sum_exp[0], None) if return_attn_probs else o
-
-
-def _known(a: Tensor) -> list[int] | None:
-    """The numbers of a tensor that may be read at once."""
-    if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
-        return None
-    return a.tolist() if a.device.type == "cpu" else None
