@@ -100,14 +100,15 @@ def attention_fn(
                 f"`{name}` must be None: got {type(einsum).__name__}. The kernels have their own matmuls: leave it out, say "
                 "how exact these are by `precision`, or give the layer Flax's own dot_product_attention"
             )
-    named = dict(query=query, key=key, value=value)
-    query, key, value = (as_array(name, array) for name, array in named.items())
-    for name, array in zip(named, (query, key, value), strict=True):
+    named: dict[str, Any] = dict(query=query, key=key, value=value)
+    named = {name: as_array(name, array) for name, array in named.items()}
+    for name, array in named.items():
         if jnp.iscomplexobj(array):
             raise TypeError(
                 f"`{name}` must be real: got {array.dtype}. The kernels have no complex numbers: give the layer Flax's own "
                 "dot_product_attention"
             )
+    query, key, value = named.values()
     if promote_dtype is not None:
         arrays: Any = promote_dtype((query, key, value), dtype=dtype)
     else:
