@@ -315,7 +315,8 @@ def dot_product_attention(
     reason = unserved(x)
     if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") and reason is not None:
         raise ValueError(
-            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla'"
+            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla': the "
+            "tiled reference computes it"
         )
     back = None
     if context is not None:

@@ -287,11 +287,12 @@ def _check_broadcast(
         )
 
 
-def of_padding(name: str, shape: Sequence[int], scores: Sequence[int]) -> str:
+def of_padding(name: str, shape: Sequence[int], scores: Sequence[int], lengths: bool = True) -> str:
     """What an error adds about a mask of that shape if it is one for each batch entry and key."""
     if tuple(shape) != (scores[0], scores[-1]):
         return ""
-    return f"; of padding, [batch, key length], pass `{name}[:, None, None]`, or its lengths as `key_value_seq_lengths`"
+    remedy = f"; of padding, [batch, key length], pass `{name}[:, None, None]`"
+    return f"{remedy}, or its lengths as `key_value_seq_lengths`" if lengths else remedy
 
 
 def check_cu_seqlens(name: str, a: Any, of_queries: Any, tokens: int, numbers: Sequence[int] | None) -> None:

@@ -496,7 +496,7 @@ def _four_dimensional(name: str, mask: Tensor, scores, block: tuple[int, int] | 
         raise TypeError(f"`{name}` must be boolean or one of {', '.join(DTYPES)}: got {mask.dtype}; cast it")
     shape = (1,) * (len(scores) - mask.dim()) + tuple(mask.shape)
     if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
-        hint = of_padding(name, mask.shape, (math.prod(scores[:-3]), *scores[-3:]))
+        hint = of_padding(name, mask.shape, (math.prod(scores[:-3]), *scores[-3:]), name == "attn_mask")
         raise ValueError(f"`{name}` must broadcast to {tuple(scores)}: got shape {tuple(mask.shape)}{hint}")
     lead = scores[:-3] if any(n != 1 for n in shape[:-3]) else ()
     return mask.reshape(shape).expand(*(lead or shape[:-3]), *shape[-3:]).reshape(math.prod(lead), *((1, *shape)[-3:]))

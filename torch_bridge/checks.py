@@ -18,7 +18,8 @@ def check_tensor(name: str, a: Any) -> None:
 
 def known(a: Tensor) -> list[int] | None:
     """The numbers of a tensor that may be read at once."""
-    if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()  # private
+    if traced or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
         return None
     return a.flatten().tolist() if a.device.type == "cpu" else None
 
