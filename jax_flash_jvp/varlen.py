@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jax_flash_jvp import visibility
 from jax_flash_jvp.attention import as_array, context_of, dot_product_attention, known
 from jax_flash_jvp.context import Order, Strategy, chunks_of
-from jax_flash_jvp.problem import Implementation, check_cu_seqlens, window_of
+from jax_flash_jvp.problem import Implementation, check_cu_seqlens, warn_of_window, window_of
 
 
 class Options(TypedDict, total=False):
@@ -75,6 +75,7 @@ def varlen_attention(
       ValueError: `cu_seqlens` that decrease, or do not end at the number of tokens: where their numbers are in the host's memory.
         Where they are traced or on a device they are not looked at: what lies beyond the last sequence belongs to none.
       TypeError: `cu_seqlens` that are no integers.
+      UserWarning: a window with -1 beside another number, as of `dot_product_attention`.
 
     Other errors are those of `dot_product_attention`.
     """
@@ -89,6 +90,7 @@ def varlen_attention(
     for (name, a), tokens in zip(edges.items(), (q.shape[0], k.shape[0]), strict=True):
         check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], devices * tokens, known(a))
     window = window_of(local_window_size) or (None, None)
+    warn_of_window(window, is_causal)
     ranges = visibility.documents(devices * q.shape[0], *arrays.values(), is_causal=is_causal, window=window, like=q)
     if context is not None:
         chunks = jnp.stack(chunks_of(context.order, devices, jax.lax.axis_index(context.axes)))

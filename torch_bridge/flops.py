@@ -26,9 +26,8 @@ def _products(name: str, given: dict[str, Any], want: Sequence[bool]) -> tuple[i
     )
     t_p = t_q or t_k or t_mask
     if not gives_gradients(name):
-        recomputed = int(name != "tangent")  # o = P v
-        dual = (t_q + t_k, t_p + t_v)  # ṡ = q̇ kᵀ + q k̇ᵀ, ȯ = Ṗ v + P v̇
-        return 1 + dual[0], recomputed + dual[1]
+        output = name != "tangent"  # o = P v, of which ȯ = Ṗ v + P v̇ is the tangent, and ṡ = q̇ kᵀ + q k̇ᵀ that of scores
+        return 1 + t_q + t_k, output + t_p + t_v
     wanted = dict(zip(OPERATORS[name].results, want, strict=True))
     q, k, v, t_want_q, t_want_k, t_want_v = (wanted.get(n, False) for n in ("q", "k", "v", "t_q", "t_k", "t_v"))
     d_s, d_t_s = q or k or wanted["mask"], t_want_q or t_want_k or wanted.get("t_mask", False)

@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from torch.func import grad, jacfwd, jvp, vmap  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import torch_bridge  # noqa: E402
 from torch_bridge import plans, reference  # noqa: E402
@@ -398,3 +399,16 @@ def test_every_dtype_of_integers_is_an_index():
     expected = attend(lengths.int(), segments.int())
     for dtype in (torch.int64, torch.uint8, torch.uint32, torch.uint64):
         torch.testing.assert_close(attend(lengths.to(dtype), segments.to(dtype)), expected, rtol=0, atol=0)
+
+
+def test_the_log_says_which_kernels_run_and_the_counter_what_they_compute(caplog):
+    q = torch.randn(1, 2, 1030, 64, device="cuda", dtype=torch.bfloat16)
+    plans.plans.clear()
+    with caplog.at_level("DEBUG", "jax_flash_jvp"), caplog.at_level("DEBUG", "torch_bridge"):
+        jvp(sdpa, (q, q, q), (q, q, q))
+    assert "kernels run: " in caplog.text
+    assert "kernel forward" in caplog.text
+    for _ in range(2):  # by a plan too
+        with FlopCounterMode(display=False) as counter:
+            jvp(sdpa, (q, q, q), (q, q, q))
+        assert counter.get_total_flops() == 6 * 2 * 2 * 1030 * 1030 * 64
