@@ -15,7 +15,6 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import pictures  # noqa: E402
 
-REPOSITORY = "https://github.com/jax-flash-jvp/jax-flash-jvp/blob/main/"
 ELSEWHERE = {  # pages whose text stands in the repository, by where they are on the site
     "dev/kernels.md": "jax_flash_jvp/kernels/README.md",
     "dev/contributing.md": "CONTRIBUTING.md",
@@ -52,7 +51,7 @@ def _math(display: str):
 
 
 def _relinked(page: str, source: str) -> str:
-    """The text of a file, its relative links to pages of the site as such, those to other files into the repository."""
+    """The text of a file, its links to other pages from where it is on the site."""
     pages = {path.resolve(): path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     pages |= {(ROOT / other).resolve(): pathlib.Path(name) for name, other in ELSEWHERE.items()}
     folder = (ROOT / source).parent
@@ -60,10 +59,8 @@ def _relinked(page: str, source: str) -> str:
     def link(found: re.Match) -> str:
         target, _, anchor = found[2].partition("#")
         path = (folder / target).resolve()
-        if not path.exists():
-            raise FileNotFoundError(f"{source} links to {target}, which is not there")
         if path not in pages:
-            return f"{found[1]}({REPOSITORY}{path.relative_to(ROOT)})"
+            raise FileNotFoundError(f"{source} links to {target}, which is no page of the site")
         up = "../" * page.count("/")
         return f"{found[1]}({up}{pages[path].as_posix()}{'#' + anchor if anchor else ''})"
 

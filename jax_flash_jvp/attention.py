@@ -30,7 +30,8 @@ from jax_flash_jvp.problem import (
     refuse_unknown,
     soft_cap_of,
     unserved,
-    warn_if_none_visible,
+    warn_of_lengths,
+    warn_of_window,
     window_of,
 )
 from jax_flash_jvp.reference import cut, inside_of
@@ -62,7 +63,7 @@ class Options(TypedDict, total=False):
     mask_block_size: tuple[int, int] | None
     logits_soft_cap: float | None
     sinks: ArrayLike | None
-    dropout_rate: float
+    dropout_rate: float | None
     dropout_key: ArrayLike | None
     context_axis: str | tuple[str, ...] | None
     context_strategy: Strategy | None
@@ -124,7 +125,7 @@ def dot_product_attention(
     mask_block_size: tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_key: ArrayLike | None = None,
     context_axis: str | tuple[str, ...] | None = None,
     context_strategy: Strategy | None = None,
@@ -152,7 +153,8 @@ def dot_product_attention(
       scale: σ, a number; 1 / sqrt(H) by default.  A traced one, differentiable, multiplies `query`, and is rounded with it;
         in float16 the product must stay below 65,504.
       is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
-      query_seq_lengths: integers [B], or one where `query` is [T, N, H]; queries from there on give zeros.
+      query_seq_lengths: integers [B], or one where `query` is [T, N, H]; queries from there on give zeros.  Lengths below 0
+        count as 0, those beyond the array as its length: with a warning where their numbers are known to the host.
       key_value_seq_lengths: likewise; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
         may hold anything; NaN in keys that are hidden otherwise may reach queries nearby.
       local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right, either of
@@ -177,8 +179,8 @@ def dot_product_attention(
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before bias and masks (arXiv:2408.00118, section 2).
       sinks: [N]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable, but
         ``jax.linear_transpose`` does not transpose a call with sinks in its values.
-      dropout_rate: the share of probabilities that are dropped, in [0, 1]; the others are divided by 1 - rate.
-      dropout_key: a key of jax.random, from which the same are dropped in every derivative.
+      dropout_rate: the share of probabilities that are dropped, in [0, 1]; the others are divided by 1 - rate.  None: 0.
+      dropout_key: a key of jax.random, from which the same are dropped in every derivative; goes with a `dropout_rate`.
       context_axis: inside `jax.shard_map`, the axis or axes of the mesh over whose devices the sequence is divided, queries and
         keys alike: T and S are then those of a shard, and so are segment ids; lengths are those of the sequence, a `mask` or
         `bias` has the rows of the shard and all columns, `key_ranges` have the rows of the shard and places in the
@@ -205,7 +207,8 @@ def dot_product_attention(
       ValueError: shapes that do not fit or are symbolic beyond the batch, numbers out of range, one of two arguments that go
         together, or an `implementation` that is unknown or does not serve the call.
       TypeError: dtypes that are not supported or differ, arguments that are no number or flag, or traced (but `scale`).
-      UserWarning: a window that hides all keys, as (-1, -1) does.
+      UserWarning: a window that hides all keys, as (-1, -1) does, or has a -1 beside another number, as (3, -1); lengths that are
+        known and out of range; a `mask` or `bias` [B, T, S] that may be one of heads.
       NotImplementedError: kernels are asked for by name, and a job of the derivative does not fit the GPU.
 
     Float32 products follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.
@@ -249,6 +252,7 @@ def dot_product_attention(
                 f"{given[name].shape}; write `{name}[None]` to say so, or `{name}[:, None]` for one for each batch entry",
                 stacklevel=2,
             )
+    shapes = {name: a.shape for name, a in given.items() if a is not None}
     for name in arrays:
         if given[name] is not None:
             given[name] = _four_dimensional(name, given[name])
@@ -257,6 +261,8 @@ def dot_product_attention(
             given[name] = given[name][None]
     if given["key_ranges"] is not None:
         given["key_ranges"] = _five_dimensional(given["key_ranges"])
+    if dropout_key is not None and dropout_rate is None:
+        raise ValueError("a `dropout_key` drops nothing without a `dropout_rate`: give a rate, 0 to drop nothing")
     rate = dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
     given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
     x = Operands(*given.values())
@@ -266,7 +272,10 @@ def dot_product_attention(
         raise ValueError(
             "`mask_block_size` does not go with a `context_axis`: say it in `key_ranges`, or in a `mask` without blocks"
         )
-    check_operands(x, x.key.shape[1] * (1 if context is None else context.devices), mask_block)
+    check_operands(x, x.key.shape[1] * (1 if context is None else context.devices), mask_block, shapes)
+    for name, a in zip(lengths, (x.query, x.key), strict=True):
+        if lengths[name] is not None:
+            warn_of_lengths(name, known(lengths[name]), a.shape[1] * (1 if context is None else context.devices))
     if context is not None:
         for name, ids in segments.items():
             if ids is not None and jnp.iinfo(given[name].dtype).bits > 16 and given[name].dtype != jnp.int32:
@@ -302,11 +311,12 @@ def dot_product_attention(
     )
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"`implementation` must be one of {IMPLEMENTATIONS}: got {implementation!r}")
-    warn_if_none_visible(problem.window, problem.is_causal)
+    warn_of_window(problem.window, problem.is_causal)
     reason = unserved(x)
     if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") and reason is not None:
         raise ValueError(
-            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla'"
+            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla': the "
+            "tiled reference computes it"
         )
     back = None
     if context is not None:
@@ -359,6 +369,16 @@ def _index(name: str, a: Any) -> Any:
         if not limits.min <= least <= most <= limits.max:
             raise ValueError(f"`{name}` must fit {limits.dtype}, or `jax_enable_x64` be set: got {least} to {most}")
     return as_array(name, a)
+
+
+def known(a: Any) -> list[int] | None:
+    """The numbers of an array in the host's memory, whose reading waits for no device."""
+
+    def elsewhere(a: Any) -> bool:
+        on_host = lambda: a.is_fully_addressable and all(d.platform == "cpu" for d in a.devices())
+        return isinstance(a, jax.core.Tracer) or (isinstance(a, jax.Array) and not on_host())
+
+    return None if any(map(elsewhere, jax.tree.leaves(a))) else np.ravel(a).tolist()
 
 
 def _in_int32(x: Operands) -> Operands:

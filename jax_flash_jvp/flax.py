@@ -44,6 +44,9 @@ def attention_fn(
     mask_block_size: tuple[int, int] | None = None,
     implementation: Implementation | None = None,
     force_fp32_for_softmax: bool = True,
+    einsum_dot_general: None = None,
+    qk_attn_weights_einsum: None = None,
+    attn_weights_value_einsum: None = None,
 ) -> jax.Array:
     """`jax_flash_jvp.dot_product_attention` behind the signature that Flax's attention layers call.
 
@@ -62,14 +65,16 @@ def attention_fn(
         is_causal: whether a query sees only keys at its own position and before.
         scale, local_window_size, key_ranges, mask_block_size, implementation: passed on to `dot_product_attention`.
         force_fp32_for_softmax: as linen's; softmax is in float32 at least, whatever it says.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: linen's; must be None: the kernels have their
+            own matmuls.
 
     Returns:
         `[batch..., query_length, heads, head_dim]`.
 
     Raises:
-        ValueError: dropout is to be the same for all heads, `module` is given, `precision` is unknown or differs between the
-            operands, or axes do not fit.
-        TypeError: what is no array, or a `dropout_rate` that is no number or traced.
+        ValueError: dropout is to be the same for all heads, `module` or one of linen's einsums is given, `precision` is unknown
+            or differs between the operands, or axes do not fit.
+        TypeError: what is no array or complex, or a `dropout_rate` that is no number or traced.
     """
     dropout_rate = number("dropout_rate", dropout_rate, 0.0)
     dropout = dropout_rate > 0.0 and not deterministic
@@ -85,8 +90,25 @@ def attention_fn(
             f"`module` must be None: got {type(module).__name__}. The attention weights are never formed, so there are "
             "none to sow: call the layer with sow_weights=False, or give it Flax's own dot_product_attention"
         )
-    named = dict(query=query, key=key, value=value)
-    query, key, value = (as_array(name, array) for name, array in named.items())
+    einsums = dict(
+        einsum_dot_general=einsum_dot_general, qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )  # fmt: skip
+    for name, einsum in einsums.items():
+        if einsum is not None:
+            raise ValueError(
+                f"`{name}` must be None: got {type(einsum).__name__}. The kernels have their own matmuls: leave it out, say "
+                "how exact these are by `precision`, or give the layer Flax's own dot_product_attention"
+            )
+    named: dict[str, Any] = dict(query=query, key=key, value=value)
+    named = {name: as_array(name, array) for name, array in named.items()}
+    for name, array in named.items():
+        if jnp.iscomplexobj(array):
+            raise TypeError(
+                f"`{name}` must be real: got {array.dtype}. The kernels have no complex numbers: give the layer Flax's own "
+                "dot_product_attention"
+            )
+    query, key, value = named.values()
     if promote_dtype is not None:
         arrays: Any = promote_dtype((query, key, value), dtype=dtype)
     else:

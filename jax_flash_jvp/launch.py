@@ -334,6 +334,7 @@ class JaxTriton(_Contiguous):
         self.multiprocessors: int | None = getattr(_first_gpu(), "core_count", None)
 
     def launch(self, launch: Launch) -> dict[str, Any]:
+        logger.debug("kernel %s", launch)
         described = lambda a: self._descriptor(a) if isinstance(a, DESCRIBED) else a
         arguments = [described(i) for i in launch.arrays()]
         scalars, shapes, registers = launch.numbers(), _shapes(launch.allocations()), launch.registers

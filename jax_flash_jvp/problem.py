@@ -16,7 +16,7 @@ import itertools
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from jax_flash_jvp.context import Context
@@ -159,13 +159,25 @@ def soft_cap_of(value: float | None) -> float | None:
     return value if value is None else float(value)
 
 
-def warn_if_none_visible(window: tuple[int | None, int | None] | None, is_causal: bool) -> None:
+def warn_of_window(window: tuple[int | None, int | None] | None, is_causal: bool) -> None:
     """-1 is what other libraries write for no limit; here windows may begin behind a query, and may then be empty."""
     left, right = window or (None, None)
-    right = min(right or 0, 0) if is_causal else right
-    if left is not None and right is not None and left + right < 0:
+    last = min(right or 0, 0) if is_causal else right
+    remedy = "None, not -1, is for a side without a limit"
+    if left is not None and last is not None and left + last < 0:
         text = f"`local_window_size`={window} hides every key from every query: the result is zero"
-        warnings.warn(f"{text}; None, not -1, is for a side without a limit", stacklevel=3)
+        warnings.warn(f"{text}; {remedy}", stacklevel=3)
+    elif left is not None and right is not None and -1 in (left, right):
+        seen = f"keys i {-left:+} … i {last:+}".replace("+", "+ ").replace("-", "- ")
+        warnings.warn(f"`local_window_size`={window} shows query i the {seen} alone; {remedy}", stacklevel=3)
+
+
+def warn_of_lengths(name: str, numbers: Iterable[int] | None, rows: int) -> None:
+    """Of `numbers` that are known."""
+    beyond = [n for n in numbers or () if not 0 <= n <= rows]
+    if beyond:
+        text = f"`{name}` should be between 0 and {rows}, the length of the array: got {_few(beyond)}"
+        warnings.warn(f"{text}; less counts as 0, more as {rows}", stacklevel=3)
 
 
 def refuse_unknown(function: str, unknown: Iterable[str], ours: dict[str, str]) -> NoReturn:
@@ -184,9 +196,11 @@ def dropout_rate_of(name: str, value: float) -> float:
 # ------------------------------------------------------------------------------------------------ the arrays
 
 
-def check_operands(x: Operands, columns: int | None = None, mask_block: tuple[int, int] | None = None) -> None:
+def check_operands(
+    x: Operands, columns: int | None = None, mask_block: tuple[int, int] | None = None, given: Mapping[str, Any] | None = None
+) -> None:  # fmt: skip
     """Raise a ValueError or TypeError unless the (four-dimensional) arrays describe one attention call.  `columns`: of bias and
-    mask, if there are more than keys here."""
+    mask, if there are more than keys here; `given`: their shapes as the caller passed them."""
     query, key, value = (shape_of(n, a) for n, a in zip(("query", "key", "value"), x[:3], strict=True))
     _check_dtypes(x)
     if not query[0] == key[0] == value[0]:
@@ -209,10 +223,11 @@ def check_operands(x: Operands, columns: int | None = None, mask_block: tuple[in
         )
     batch, queries, keys = query[0], query[1], key[1]
     scores = (batch, query[2], queries, columns or keys)
+    given = given or {}
     if x.bias is not None:
-        _check_broadcast("bias", shape_of("bias", x.bias), scores, key[2])
+        _check_broadcast("bias", shape_of("bias", x.bias), scores, key[2], given.get("bias"))
     if x.mask is not None and mask_block is None:
-        _check_broadcast("mask", shape_of("mask", x.mask), scores, key[2])
+        _check_broadcast("mask", shape_of("mask", x.mask), scores, key[2], given.get("mask"))
     elif x.mask is not None and mask_block is not None:
         _check_blocks(shape_of("mask", x.mask), scores, key[2], mask_block)
     for field, shape, what in (
@@ -260,14 +275,24 @@ def _check_dtypes(x: Operands) -> None:
         )
 
 
-def _check_broadcast(name: str, shape: Sequence[int], scores: Sequence[int], key_heads: int) -> None:
+def _check_broadcast(
+    name: str, shape: Sequence[int], scores: Sequence[int], key_heads: int, given: Sequence[int] | None
+) -> None:
     allowed = [{1, n} for n in scores]
     allowed[1].add(key_heads)
     if len(shape) != 4 or any(n not in some for n, some in zip(shape, allowed, strict=True)):
         raise ValueError(
             f"`{name}` must broadcast to (batch, query heads, query length, key length) = {tuple(scores)}, or have the "
-            f"{key_heads} heads of `key`: got {tuple(shape)}"
+            f"{key_heads} heads of `key`: got {tuple(given or shape)}{of_padding(name, given or shape, scores)}"
         )
+
+
+def of_padding(name: str, shape: Sequence[int], scores: Sequence[int], lengths: bool = True) -> str:
+    """What an error adds about a mask of that shape if it is one for each batch entry and key."""
+    if tuple(shape) != (scores[0], scores[-1]):
+        return ""
+    remedy = f"; of padding, [batch, key length], pass `{name}[:, None, None]`"
+    return f"{remedy}, or its lengths as `key_value_seq_lengths`" if lengths else remedy
 
 
 def check_cu_seqlens(name: str, a: Any, of_queries: Any, tokens: int, numbers: Sequence[int] | None) -> None:

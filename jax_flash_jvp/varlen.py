@@ -8,9 +8,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash_jvp import visibility
-from jax_flash_jvp.attention import as_array, context_of, dot_product_attention
+from jax_flash_jvp.attention import as_array, context_of, dot_product_attention, known
 from jax_flash_jvp.context import Order, Strategy, chunks_of
-from jax_flash_jvp.problem import Implementation, check_cu_seqlens, window_of
+from jax_flash_jvp.problem import Implementation, check_cu_seqlens, warn_of_window, window_of
 
 
 class Options(TypedDict, total=False):
@@ -78,6 +78,7 @@ def varlen_attention(
         Numbers that are traced or on a device are not checked.
       TypeError: `cu_seqlens` that are no integers.
       UserWarning: `cu_seqlens` that are known and do not begin with zero.
+      UserWarning: a window with -1 beside another number, as of `dot_product_attention`.
 
     Tokens behind the last sequence may hold NaN, in arrays, tangents and cotangents.  So may all tokens of no sequence, and
     those of a sequence that has no tokens on the other side, where the host knows the numbers or the reference computes.
@@ -98,6 +99,7 @@ def varlen_attention(
     for name, total in zip(names, totals, strict=True):
         check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], total, numbers[name])
     window = window_of(local_window_size) or (None, None)
+    warn_of_window(window, is_causal)
     ranges = visibility.documents(totals[0], *map(arrays.get, names), is_causal=is_causal, window=window, like=q)
 
     def of_device(a: Any, axis: int) -> Any:
@@ -131,10 +133,3 @@ def _only(inside: Any, a: Any, otherwise: float = 0) -> Any:
     if inside is None or a.shape[:1] != inside.shape:
         return a
     return jnp.where(inside.reshape(-1, *[1] * (a.ndim - 1)), a, otherwise)
-
-
-def known(a: Any) -> list[int] | None:
-    """The numbers of an array in the host's memory, whose reading waits for no device."""
-    if isinstance(a, jax.core.Tracer) or (isinstance(a, jax.Array) and any(d.platform != "cpu" for d in a.devices())):
-        return None
-    return np.asarray(a).tolist()

@@ -26,14 +26,16 @@ from jax_flash_jvp.problem import (
     dropout_rate_of,
     lower_right_of,
     mask_block_of,
+    of_padding,
     refuse_unknown,
     soft_cap_of,
-    warn_if_none_visible,
+    warn_of_lengths,
+    warn_of_window,
     window_of,
 )
 from torch_bridge import rules
 from torch_bridge.block_mask import tensor_of
-from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor
+from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor, known
 from torch_bridge.context import Call, Context, current, of_open
 from torch_bridge.operators import ops
 from torch_bridge.options import CODE, select, words_of
@@ -168,7 +170,8 @@ def scaled_dot_product_attention(
       local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right, either of
         which may be negative; None for one of the two does not limit it.
       query_seq_lengths, key_value_seq_lengths: integers [B], B the product of N…; what lies beyond is padding: such queries
-        give zeros, such keys are hidden.
+        give zeros, such keys are hidden.  Lengths below 0 count as 0, those beyond the tensor as its length: with a warning
+        where they are on a CPU.
       query_segment_ids, key_value_segment_ids: integers [B, L] and [B, S]; a query attends to keys of its own segment.
         Those that int32 need not hold (int64, uint32, uint64) are sorted first.
       key_ranges: integers [B, Hq, L, R, 2], or with H heads or one, and B or one: query i attends to the keys in any of the R
@@ -201,7 +204,8 @@ def scaled_dot_product_attention(
       ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`, a mask of blocks
         where processes share a sequence.
       TypeError: dtypes that are not supported or differ, a tensor as `scale` or `dropout_p`, an `is_causal` that is no bool.
-      UserWarning: a window that hides all keys, as (-1, -1) does.
+      UserWarning: a window that hides all keys, as (-1, -1) does, or has a -1 beside another number, as (3, -1); lengths on a
+        CPU that are out of range.  Not where torch.compile traces.
       RuntimeError: a derivative that torch.compile or forward_ad would get wrong; the text says what to do instead.
 
     A call with tangents (torch.func.jvp, forward_ad) launches the kernel that computes the output and its tangent
@@ -263,7 +267,7 @@ def scaled_dot_product_attention(
     if not plain or local_window_size is not None or logits_soft_cap is not None or mask_block is not None:
         options = options_of(dropout_p, causal_alignment, local_window_size, logits_soft_cap, mask_block)
         if local_window_size is not None and not torch.compiler.is_compiling():  # which may not warn
-            warn_if_none_visible(window_of(local_window_size), bool(is_causal))
+            warn_of_window(window_of(local_window_size), bool(is_causal))
         if dropout_p == 1:
             check_tensor("value", value)
             value = value * 0
@@ -279,6 +283,9 @@ def scaled_dot_product_attention(
         query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context, return_lse,
         mask_block=mask_block, deterministic=deterministic,
     )  # fmt: skip
+    if context is None and not torch.compiler.is_compiling():
+        for name, lengths, a in zip(SELECTORS.values(), selection[:2], (query, key), strict=False):
+            warn_of_lengths(name, lengths if lengths is None else known(lengths), a.shape[-2])
     return (o, log_sum_exp) if return_lse else o
 
 
@@ -522,6 +529,7 @@ def _four_dimensional(name: str, mask: Tensor, scores, block: tuple[int, int] | 
         raise TypeError(f"`{name}` must be boolean or one of {', '.join(DTYPES)}: got {mask.dtype}; cast it")
     shape = (1,) * (len(scores) - mask.dim()) + tuple(mask.shape)
     if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
-        raise ValueError(f"`{name}` must broadcast to {tuple(scores)}: got shape {tuple(mask.shape)}")
+        hint = of_padding(name, mask.shape, (math.prod(scores[:-3]), *scores[-3:]), name == "attn_mask")
+        raise ValueError(f"`{name}` must broadcast to {tuple(scores)}: got shape {tuple(mask.shape)}{hint}")
     lead = scores[:-3] if any(n != 1 for n in shape[:-3]) else ()
     return mask.reshape(shape).expand(*(lead or shape[:-3]), *shape[-3:]).reshape(math.prod(lead), *((1, *shape)[-3:]))

@@ -64,6 +64,7 @@ class TorchLauncher:
         return _owned(array.sum_to_size(tuple(shape)).to(getattr(torch, dtype)))
 
     def launch(self, launch: Launch) -> dict[str, torch.Tensor | None]:
+        logger.debug("kernel %s", launch)
         kernel, programs = launch.kernel, launch.programs
         allocated = [self.empty(o) for o in launch.allocations()]
         described = lambda a: _descriptor(a) if isinstance(a, DESCRIBED) else a
@@ -223,6 +224,9 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
     )
     through_descriptors = (*x[:3], *t_x[:3], cy[0], cty[0], y and y[0], ty and ty[0])
     if any(a is not None and not _describable(a) for a in through_descriptors):
+        logger.debug(
+            "attention %s: TMA does not serve tensors whose strides or addresses are no multiples of 16 bytes", name
+        )
         problem = dataclasses.replace(problem, implementation="portable")
     if name.startswith("forward"):
         o, lse, t_o, mu = jobs.forward(launcher, problem, x, t_x)

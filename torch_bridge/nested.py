@@ -9,7 +9,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from jax_flash_jvp import visibility
-from jax_flash_jvp.problem import warn_if_none_visible, window_of
+from jax_flash_jvp.problem import warn_of_window, window_of
 from torch_bridge.checks import check_flag, check_tensor, known
 from torch_bridge.varlen import blank, counted
 
@@ -48,7 +48,7 @@ def _packed(
     check_flag("is_causal", is_causal)
     window = window_of(local_window_size)
     if not torch.compiler.is_compiling():  # which may not warn
-        warn_if_none_visible(window, is_causal)
+        warn_of_window(window, is_causal)
     there = lambda n, a: n if n is None else n.to(a.device)  # offsets may be on the CPU
     edges: dict[str, Any] = {name: (there(a.offsets(), a), there(a.lengths(), a)) for name, a in x.items()}
     q, k, v = (blank(_values(a), counted(a.values().shape[1], *edges[name]))[None] for name, a in x.items())

@@ -1,9 +1,7 @@
 """The operators, which PyTorch's dispatcher, compiler and profiler see; `signatures.py` says what they take and give."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from torch._dynamo.decorators import skip  # private too: this frame alone is no
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_bridge.compute import compute
+from torch_bridge.flops import flops
 from torch_bridge.signatures import BIASES, OPERATORS, allocate, gives_gradients, split, wants_bias
 
 library = torch.library.Library("torch_bridge", "DEF")
@@ -71,11 +70,6 @@ def _tangent_apart(tangent, *args):
     return *y, *tangent(*x, *tx, *y, *static)
 
 
-def _flops(products: int, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """By the shapes of the arguments."""
-    return products * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-
-
 for _name, _operator in OPERATORS.items():
     library.define(_name + _operator.schema, tags=torch.Tag.pt2_compliant_tag)
     _kernel = lambda *args, name=_name: filled(compute(name, *args), args[0])
@@ -83,6 +77,6 @@ for _name, _operator in OPERATORS.items():
     torch.library.register_fake(f"torch_bridge::{_name}", partial(allocate, _name), lib=library)
     _rule = _fold_forward_dual if _name == "forward_dual" else partial(_fold, _name)
     torch.library.register_vmap(f"torch_bridge::{_name}", _rule, lib=library)
-    register_flop_formula(getattr(ops, _name))(partial(_flops, _operator.products))
+    register_flop_formula(getattr(ops, _name))(partial(flops, _name))
 # torch.autograd.functional.jacobian(strategy="forward-mode", vectorize=True), and gradcheck
 library.impl("forward_dual", partial(_tangent_apart, ops.tangent), "Batched")

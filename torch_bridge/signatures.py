@@ -35,7 +35,6 @@ class Operator(NamedTuple):
     groups: tuple[str, ...]
     static: str  # what follows the tensors
     results: tuple[str, ...]  # of the backward gradients, named like that of which they are
-    products: int  # of matrices, if nothing is absent
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -48,11 +47,11 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {
-    "forward": Operator(("x",), STATIC + ", bool compiled=False", GROUPS["y"], 2),
-    "forward_dual": Operator(("x", "tx"), STATIC, GROUPS["y"] + GROUPS["ty"], 6),
-    "tangent": Operator(("x", "tx", "y"), STATIC, GROUPS["ty"], 6),
-    "backward": Operator(("x", "cy", "y"), WANT, GROUPS["x"], 5),
-    "backward_dual": Operator(("x", "tx", "cy", "cty", "y", "ty"), WANT, GROUPS["x"] + GROUPS["tx"], 15),
+    "forward": Operator(("x",), STATIC + ", bool compiled=False", GROUPS["y"]),
+    "forward_dual": Operator(("x", "tx"), STATIC, GROUPS["y"] + GROUPS["ty"]),
+    "tangent": Operator(("x", "tx", "y"), STATIC, GROUPS["ty"]),
+    "backward": Operator(("x", "cy", "y"), WANT, GROUPS["x"]),
+    "backward_dual": Operator(("x", "tx", "cy", "cty", "y", "ty"), WANT, GROUPS["x"] + GROUPS["tx"]),
 }
 
 

@@ -4,6 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flash_jvp")
     model.set_attn_implementation("flash_jvp")  # of one that is loaded
 
+"jvp_attention" is the same under a name without "flash", for models that refuse or replace whatever is named so.
 A model that does not call attention by name raises a ValueError when it is given this one, and so do calls with
 `output_attentions`, with paged caches, and of causal packed sequences with a cache.
 """
@@ -27,7 +28,7 @@ from transformers.masking_utils import (
 
 from torch_bridge.attention import attend, options_of
 
-NAME = "flash_jvp"
+NAMES = ("flash_jvp", "jvp_attention")
 # models of which a part alone calls attention by name: others add what `mask` gives to scores
 BY_HAND = ("BigBirdPegasus",)
 
@@ -133,9 +134,13 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of [B, H, L, E], as a contiguous [B, L, H, Ev], and no weights."""
     if others.get("output_attentions"):
-        raise ValueError(f"`output_attentions`: {NAME!r} never forms the weights; set `attn_implementation` to 'eager'")
+        raise ValueError(
+            "`output_attentions`: the kernels never form the weights; set `attn_implementation` to 'eager'"
+        )
     if others.get("block_table") is not None:
-        raise ValueError(f"{NAME!r} does not serve paged caches: generate without continuous batching, or with 'sdpa'")
+        raise ValueError(
+            "`block_table`: paged caches are not served: generate without continuous batching, or with 'sdpa'"
+        )
     queries, keys = query.shape[2], key.shape[2]
     if is_causal is None:  # of layers that do not say, those that are causal are told by `mask`, but in a static cache
         is_causal = getattr(module, "is_causal", attention_mask is not None or keys > queries)
@@ -159,8 +164,8 @@ def attention(
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and documents is None:
         if causal and queries != keys:
             raise ValueError(
-                f"`cu_seq_lens_q` and `cu_seq_lens_k` of {queries} queries and {keys} keys: {NAME!r} serves causal packed "
-                "sequences without a cache"
+                f"`cu_seq_lens_q` and `cu_seq_lens_k` of {queries} queries and {keys} keys: causal packed sequences are served "
+                "without a cache"
             )
         documents, lengths = _documents(cu_seq_lens_q, query)
         key_documents, key_lengths = documents, lengths
@@ -200,16 +205,17 @@ _check = PreTrainedModel._check_and_adjust_attn_implementation
 @functools.wraps(_check)
 def _accept(self: PreTrainedModel, attn_implementation: str | None, *args: Any, **named: Any) -> str:
     """transformers takes any name with "flash" in it for a kernel to be downloaded, or replaces it by another."""
-    if attn_implementation != NAME:
+    if attn_implementation not in NAMES:
         return _check(self, attn_implementation, *args, **named)
     if not self._can_set_attn_implementation() or type(self).__name__.startswith(BY_HAND):
         raise ValueError(
-            f"{type(self).__name__} does not call attention by name, which {NAME!r} needs: if it has SDPA, load it with "
-            "attn_implementation='sdpa', and call it inside torch_bridge.patch()"
+            f"{type(self).__name__} does not call attention by name, which {attn_implementation!r} needs: if it has SDPA, load "
+            "it with attn_implementation='sdpa', and call it inside torch_bridge.patch()"
         )
-    return NAME
+    return attn_implementation
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, mask)
+for _name in NAMES:
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, mask)
 PreTrainedModel._check_and_adjust_attn_implementation = _accept

@@ -16,7 +16,12 @@ logger = logging.getLogger(__name__)
 def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bool = True) -> ModuleType:
     from jax_flash_jvp.kernels.portable import jobs as portable  # needs Triton, which macOS and Windows do without
 
-    if problem.implementation == "portable" or (launcher.target != 90 and problem.implementation != "hopper"):
+    if problem.implementation == "portable":
+        logger.debug("the portable kernels run: they are asked for")
+        return portable
+    if launcher.target != 90 and problem.implementation != "hopper":
+        gpu = f"sm_{launcher.target}" if isinstance(launcher.target, int) else "interpreted"
+        logger.debug("the portable kernels run: those for Hopper need sm_90, and this is %s", gpu)
         return portable
     from jax_flash_jvp.kernels.hopper import config  # needs Gluon, which other GPUs do without
     from jax_flash_jvp.kernels.hopper import jobs as hopper
@@ -24,6 +29,7 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
     reason = config.unserved(launcher, problem, x) if d_o else "a cotangent of the log-sum-exp alone"
     if problem.implementation == "hopper":
         if reason is None:
+            logger.debug("the Hopper kernels run: they are asked for")
             return hopper
         raise ValueError(
             f"`implementation`='hopper' does not serve {reason}; ask for 'triton', which takes the portable kernels"
@@ -31,11 +37,10 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
     if reason is not None:
         logger.debug("the portable kernels run: those for Hopper do not serve %s", reason)
         return portable
-    if config.faster(job, launcher, problem, x):
-        return hopper
+    family, name = (hopper, "Hopper") if config.faster(job, launcher, problem, x) else (portable, "portable")
     queries, keys = x.query.shape[1], x.key.shape[1]
-    logger.debug("the portable kernels run: they are faster for %s of %d queries and %d keys", job, queries, keys)
-    return portable
+    logger.debug("the %s kernels run: they are faster for %s of %d queries and %d keys", name, job, queries, keys)
+    return family
 
 
 def forward(launcher, problem, x, tx=Operands(None, None, None)):

@@ -91,6 +91,9 @@ class Launch:
         if new != sorted(new):
             raise TypeError(f"kernel {self.kernel.__name__} must take outputs that are changed in place before others")
 
+    def __str__(self) -> str:  # in the log
+        return f"{self.kernel.__name__} in {self.programs} programs of {self.num_warps} warps"
+
     def _in_order(self, given: Mapping[str, Any]) -> list[Any]:
         return [given[name] for name in self.kernel.arg_names if name in given]
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -446,6 +447,14 @@ def test_heads_that_the_kernels_do_not_serve(caplog):
     assert (
         "do not serve heads of 264 channels in `query`, but of 1 to 256; the tiled reference computes it" in caplog.text
     )
+
+
+def test_the_log_says_which_kernels_run(caplog):
+    q = jnp.asarray(oracle.normal(0, 1, 1030, 2, 64), jnp.bfloat16)  # a length of no other test: it is compiled anew
+    with caplog.at_level("DEBUG", "jax_flash_jvp"):
+        jax.jit(dot_product_attention)(q, q, q)
+    assert re.search(r"the (Hopper|portable) kernels run: ", caplog.text)
+    assert re.search(r"kernel forward in \d+ programs of \d+ warps", caplog.text)
 
 
 FAMILIES = ["portable", pytest.param("hopper", marks=hopper)]

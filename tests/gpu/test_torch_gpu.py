@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from torch.func import grad, jacfwd, jvp, vjp, vmap  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import torch_bridge  # noqa: E402
 from packed import drawn  # noqa: E402
@@ -426,3 +427,16 @@ def test_behind_the_last_packed_sequence_anything_may_stand(seed, causal, family
         assert not a[len(b) :].any()
         scale = b.abs().max().clamp(min=1)
         torch.testing.assert_close(a[: len(b)] / scale, b / scale, rtol=0, atol=0.03)
+
+
+def test_the_log_says_which_kernels_run_and_the_counter_what_they_compute(caplog):
+    q = torch.randn(1, 2, 1030, 64, device="cuda", dtype=torch.bfloat16)
+    plans.plans.clear()
+    with caplog.at_level("DEBUG", "jax_flash_jvp"), caplog.at_level("DEBUG", "torch_bridge"):
+        jvp(sdpa, (q, q, q), (q, q, q))
+    assert "kernels run: " in caplog.text
+    assert "kernel forward" in caplog.text
+    for _ in range(2):  # by a plan too
+        with FlopCounterMode(display=False) as counter:
+            jvp(sdpa, (q, q, q), (q, q, q))
+        assert counter.get_total_flops() == 6 * 2 * 2 * 1030 * 1030 * 64

@@ -272,6 +272,40 @@ def test_a_window_without_keys_is_told_of(window):
     assert told[0].filename == __file__
 
 
+@pytest.mark.parametrize(
+    ("window", "keys"),
+    [
+        (dict(local_window_size=(3, -1)), "i - 3 … i - 1"),
+        (dict(local_window_size=(3, -1), is_causal=True), "i - 3 … i - 1"),
+        (dict(local_window_size=(-1, 2)), "i + 1 … i + 2"),
+        (dict(local_window_size=(3, -2)), None),
+        (dict(local_window_size=(None, -1)), None),
+    ],
+)
+def test_a_window_with_a_limit_of_less_one_is_told_of(window, keys):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dot_product_attention(*float32(QUERY, KEY, VALUE), **window)
+    text = f"shows query i the keys {keys} alone; None, not -1, is for a side without a limit"
+    assert [text in str(warning.message) for warning in told] == ([True] if keys else [])
+
+
+@pytest.mark.parametrize("make", [list, np.array, jnp.array])
+def test_lengths_out_of_range_are_told_of(make):
+    x = float32(QUERY, KEY, VALUE)
+    with pytest.warns(
+        UserWarning, match=r"`key_value_seq_lengths` should be between 0 and 7, .*: got \[-1, 9\]"
+    ) as told:
+        got = dot_product_attention(*x, key_value_seq_lengths=make([-1, 9]))
+    assert told[0].filename == __file__
+    with warnings.catch_warnings(action="error"):
+        expected = dot_product_attention(*x, key_value_seq_lengths=make([0, S]))
+        traced = jax.jit(lambda n: dot_product_attention(*x, key_value_seq_lengths=[n, 9]))(-1)
+        dot_product_attention(*x, query_seq_lengths=make([0, T]))
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_allclose(traced, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_a_mask_for_batch_entries_or_heads():
     x = float32(QUERY[:, :, :B], KEY, VALUE)
     with pytest.warns(
@@ -363,6 +397,12 @@ ERRORS = {
     "bias-rank": (changed(bias=(1, B, N, T, S)), ValueError, "`bias` must have at most four dimensions"),
     "mask-batch": (changed(mask=jnp.ones((3, T, S), bool)), ValueError, "entry is `mask[:, None]`"),
     "mask-group": (changed(mask=jnp.ones((B, 3, T, S), bool)), ValueError, "`mask` must broadcast to (batch,"),
+    "mask-of-padding": (
+        changed(mask=jnp.ones((B, S), bool)), ValueError,
+        "got (2, 7); of padding, [batch, key length], pass `mask[:, None, None]`, or its lengths as `key_value_seq_lengths`",
+    ),
+    "bias-of-padding": (changed(bias=(B, S)), ValueError, "got (2, 7); of padding, [batch, key length], pass `bias[:, None"),
+    "mask-two-axes": (changed(mask=jnp.ones((3, S), bool)), ValueError, "of `key`: got (3, 7)"),
     "lengths-shape": (
         changed(query_seq_lengths=jnp.ones(3, jnp.int32)), ValueError, "`query_seq_lengths` must have shape (2,), one"
     ),
@@ -414,6 +454,9 @@ ERRORS = {
     "no-name": (changed(temperature=0.5), TypeError, "dot_product_attention() got an unexpected keyword argument 'temperature'"),
     "dropout-rate": (changed(dropout_rate=1.1), ValueError, "`dropout_rate` must be between 0 and 1: got 1.1"),
     "dropout-key": (changed(dropout_rate=0.5), ValueError, "`dropout_key` must be given where `dropout_rate` is above 0"),
+    "dropout-key-alone": (
+        changed(dropout_key=jax.random.key(0)), ValueError, "a `dropout_key` drops nothing without a `dropout_rate`: give a rate"
+    ),
     "dropout-key-type": (
         changed(dropout_rate=0.5, dropout_key="seed"), TypeError,
         "`dropout_key` must be one key of jax.random: got str of shape ()",

@@ -222,6 +222,26 @@ def test_batch_axes_must_agree():
             "`precision` must be a ",
         ),
         (dict(dropout_rate="much"), TypeError, "`dropout_rate` must be a number: got str"),
+        (
+            dict(einsum_dot_general=jax.lax.dot_general),
+            ValueError,
+            "`einsum_dot_general` must be None: got .*own matmuls",
+        ),
+        (
+            dict(qk_attn_weights_einsum=jnp.einsum),
+            ValueError,
+            "`qk_attn_weights_einsum` must be None: got .*own matmuls",
+        ),
+        (
+            dict(attn_weights_value_einsum=jnp.einsum),
+            ValueError,
+            "`attn_weights_value_einsum` must be None: got .*own matmuls",
+        ),
+        (
+            dict(value=1j * np.ones((2, 5, 4, 8)), dtype="float32"),
+            TypeError,
+            "`value` must be real: got complex.*Flax's own",
+        ),
     ],
 )
 def test_errors_name_the_argument(changes, error, text):

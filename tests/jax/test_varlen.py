@@ -263,3 +263,12 @@ def test_blocks_do_not_go_with_a_context():
 def test_block_sizes_are_static():
     with pytest.raises(TypeError, match="`mask_block_size` must be known when the call is traced"):
         jax.jit(lambda n: attend(mask=BLOCKS, mask_block_size=(n, n)))(3)
+
+
+def test_a_window_with_a_limit_of_less_one_is_told_of():
+    x = packed(8, 8)
+    with pytest.warns(
+        UserWarning, match=r"`local_window_size`=\(3, -1\) shows query i the keys i - 3 … i - 1 alone"
+    ) as told:
+        varlen_attention(*x, np.array([0, 3, 8]), local_window_size=(3, -1))
+    assert told[0].filename == __file__

@@ -14,8 +14,15 @@ import readme
 import support
 
 ROOT = Path(__file__).parents[2]
-REPOSITORY = "https://github.com/jax-flash-jvp/jax-flash-jvp/"
-SITE = "https://jax-flash-jvp.github.io/jax-flash-jvp/"
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "jax_flash_jvp/kernels/README.md"),
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
+]
+GENERATED = dict(re.findall(r'^    "(\S+\.md)": "(\S+)",$', (ROOT / "docs" / "hooks.py").read_text(), re.MULTILINE))
+HOSTS = tuple(
+    f"https://{host}/"
+    for host in ("arxiv.org", "doi.org", "huggingface.co", "github.com/pytorch/pytorch", "github.com/NVlabs")
+)
 LONG = {"meanflow", "hessian"}  # pages that train
 TOPS = ("jax_flash_jvp", "torch_bridge", "tests", "examples", "benchmarks", "docs", ".ci")
 NAMES = ("jax_flash_jvp/kernels/README.md", "docs/dev/hopper.md", "docs/how-it-works.md", "CONTRIBUTING.md")
@@ -82,16 +89,40 @@ def test_readme_has_its_two_commands():
         assert command.endswith(end)
 
 
-def test_links_of_readme_work_elsewhere():
-    """A package index shows no relative ones."""
-    for link in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
-        if link.startswith(SITE):
-            page = link.removeprefix(SITE).partition("#")[0].rstrip("/") or "index"
-            assert any((ROOT / "docs" / name).exists() for name in (f"{page}.md", f"{page}/index.md")), link
+def headings(page: Path) -> set[str]:
+    """Their anchors, as GitHub and the site make them of letters, digits and blanks."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """Relative ones to files and headings; the others to sites that are there."""
+    path = ROOT / page
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        target, _, anchor = link.partition("#")
+        if link.startswith("http"):
+            assert link.startswith(HOSTS), link
+            continue
+        there = path if not target else path.parent / target
+        site = (
+            GENERATED.get(there.relative_to(ROOT / "docs").as_posix()) if there.is_relative_to(ROOT / "docs") else None
+        )
+        there = ROOT / site if site else there
+        if there.suffix == ".svg":  # drawn when the site is built
+            assert re.sub(r"\d+$", "", there.stem) in (ROOT / "docs" / "pictures.py").read_text(), link
         else:
-            path = re.fullmatch(re.escape(REPOSITORY) + r"(?:blob|raw)/main/(.+)", link)
-            assert path, link
-            assert (ROOT / path[1]).exists(), link
+            assert there.exists(), link
+            assert not anchor or anchor in headings(there), link
+
+
+def test_nothing_names_an_address_of_its_own():
+    """Nobody has made one."""
+    named = [path for path in files() if path.suffix in (".md", ".toml", ".cff", ".yml") and "tests" not in path.parts]
+    text = {path: (ROOT / path).read_text() for path in [*named, *(ROOT / ".github").rglob("*.yml")]}
+    assert [
+        path for path in text if re.search(r"jax-flash-jvp\.github\.io|github\.com/jax-flash-jvp", text[path])
+    ] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import types
+import warnings
 from fractions import Fraction
 from functools import partial
 
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.func import grad, jvp, vjp  # noqa: E402
+from torch.func import grad, jvp, vjp, vmap  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
@@ -328,6 +329,16 @@ ERRORS = {
     "length": (ValueError, "`value` must be as long as `key`", lambda: sdpa(A, A, A[:, :, :3])),
     "axes": (ValueError, "at least", lambda: sdpa(A[0, 0, 0], A, A)),
     "mask-shape": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A, A, A, normal(3, 1, 1, 1))),
+    "mask-of-padding": (
+        ValueError,
+        r"got shape \(2, 5\); of padding, \[batch, key length\], pass `attn_mask\[:, None, None\]`, or its lengths as",
+        lambda: sdpa(A[:, :, :3], A, A, torch.ones(2, 5, dtype=torch.bool)),
+    ),
+    "bias-of-padding": (
+        ValueError,
+        r"`bias` must .*got shape \(2, 5\); of padding, \[batch, key length\], pass `bias\[:, None, None\]`$",
+        lambda: torch_bridge.flash_attn_func(*(A[:, :, :n].transpose(1, 2) for n in (3, 5, 5)), bias=normal(2, 5)),
+    ),
     "mask-axes": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A[0], A[0], A[0], normal(1, 1, 1, 1))),
     "mask-dtype": (
         TypeError,
@@ -583,6 +594,31 @@ def test_a_window_without_keys_is_told_of():
         assert not sdpa(A, A, A, local_window_size=(-1, -1)).any()
     assert told[0].filename == __file__
     assert not torch.compile(partial(sdpa, local_window_size=-1), backend="aot_eager", fullgraph=True)(A, A, A).any()
+
+
+def test_a_window_with_a_limit_of_less_one_is_told_of():
+    with pytest.warns(
+        UserWarning, match=r"`local_window_size`=\(3, -1\) shows query i the keys i - 3 … i - 1 alone"
+    ) as told:
+        sdpa(A, A, A, local_window_size=(3, -1))
+    assert told[0].filename == __file__
+    with warnings.catch_warnings(action="error"):
+        sdpa(A, A, A, local_window_size=(None, -1))
+        torch_bridge.flash_attn_func(A, A, A, window_size=(3, -1))
+
+
+def test_lengths_out_of_range_are_told_of():
+    lengths = torch.tensor([-1, 9])
+    with pytest.warns(
+        UserWarning, match=r"`key_value_seq_lengths` should be between 0 and 5, .*: got \[-1, 9\]"
+    ) as told:
+        got = sdpa(A, A, A, key_value_seq_lengths=lengths)
+    assert told[0].filename == __file__
+    compiled = torch.compile(sdpa, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(got, sdpa(A, A, A, key_value_seq_lengths=lengths.clamp(0, 5)))
+        assert torch.equal(got, vmap(lambda n: sdpa(A, A, A, key_value_seq_lengths=n))(lengths[None])[0])
+        assert torch.equal(got, compiled(A, A, A, key_value_seq_lengths=lengths))
 
 
 def test_autocast():

@@ -1,6 +1,7 @@
 """Every order and mode of differentiation in PyTorch: values against naive float64 attention, and what is launched."""
 
 import gc
+import math
 import warnings
 
 import pytest
@@ -25,6 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from torch_bridge import reference  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
+from torch_bridge.flops import flops  # noqa: E402
+from torch_bridge.groups import Group  # noqa: E402
 from torch_bridge.operators import ops  # noqa: E402
 from torch_derivatives import (  # noqa: E402
     DERIVATIVES,
@@ -294,12 +297,62 @@ def test_opcheck(name):
     assert set(results.values()) == {"SUCCESS"}
 
 
-def test_flops_are_counted():
-    a = torch.randn(2, 2, 64, 16, requires_grad=True)
+def products(call, shape=(2, 3, 64, 48, 16, 8), seen=None):
+    """Matrix products of L × S × 16 and of L × S × 8 that PyTorch counts, as their sum weighted by 2 and 1."""
+    *heads, queries, keys, _, narrow = shape
     with FlopCounterMode(display=False) as counter:
-        u, du = jvp(lambda a: sdpa(a, a, a), (a,), (torch.ones_like(a),))
-        (u - du.detach()).sum().backward()
-    assert counter.get_total_flops() == 2 * (6 + 5) * 4 * 64 * 64 * 16
+        call()
+    unit = 2 * math.prod(heads) * (queries * keys if seen is None else seen) * narrow
+    assert counter.get_total_flops() % unit == 0
+    return counter.get_total_flops() // unit
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_flops_are_counted(device):
+    """2, 6, 5 and 15 products, fewer where a tangent is absent or a gradient is not wanted: wide ones weigh two."""
+    shapes = (2, 3, 64, 16), (2, 3, 48, 16), (2, 3, 48, 8)
+    x, tx = (tuple(torch.randn(shape, device=device) for shape in shapes) for _ in range(2))
+    forward, forward_dual, tangent, backward, backward_dual = 2 + 1, 2 * 3 + 3, 2 * 3 + 2, 2 * 3 + 2, 2 * 9 + 6
+    attend = lambda *x: sdpa(*x)
+    dual = lambda *both: jvp(attend, both[:3], both[3:])
+    assert products(lambda: sdpa(*x)) == forward
+    assert products(lambda: dual(*x, *tx)) == forward_dual
+    assert products(lambda: jvp(lambda q: sdpa(q, *x[1:]), x[:1], tx[:1])) == forward + 2 + 1
+    assert products(lambda: grad(lambda *x: sdpa(*x).sum(), (0, 1, 2))(*x)) == forward + backward
+    assert products(lambda: grad(lambda q: sdpa(q, *x[1:]).sum())(x[0])) == forward + 2 * 2 + 1
+    both = lambda *both: sum(a.sum() for a in dual(*both))
+    assert products(lambda: grad(both, tuple(range(6)))(*x, *tx)) == forward_dual + backward_dual
+    assert products(lambda: grad(both, (0, 1, 2))(*x, *tx)) == forward_dual + backward_dual - (2 * 2 + 1)
+    tangent_alone = lambda: ops.tangent(
+        *x, None, *tx, None, *ops.forward(*x, None, None, False, 1.0, ""), None, False, 1.0, ""
+    )
+    assert products(tangent_alone) == forward + tangent
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(causal_alignment="lower_right"), dict(local_window_size=(9, 3)), dict(local_window_size=(None, -2))],
+)
+def test_flops_count_what_is_seen(options):
+    """By causality and windows, in every product."""
+    q, k = torch.randn(1, 1, 64, 16), torch.randn(1, 1, 48, 16)
+    is_causal = "local_window_size" not in options
+    i, j = torch.arange(64)[:, None] + (-16 if "causal_alignment" in options else 0), torch.arange(48)
+    left, right = options.get("local_window_size", (None, 0))
+    seen = int(((j <= i + right) & (j >= i - (64 if left is None else left))).sum())
+    call = lambda: grad(lambda q, k: sdpa(q, k, k, is_causal=is_causal, **options).sum(), (0, 1))(q, k)
+    assert products(call, (1, 1, 64, 48, 16, 16), seen) == 2 + 5
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_flops_in_a_ring_are_those_of_all_its_processes(order, monkeypatch):
+    whole, part, options = (1, 1, 64, 16), (1, 1, 16, 16), "left=40"
+    count = 0
+    for rank in range(4):
+        group = Group("ring", 4, rank, order)
+        monkeypatch.setattr(Group, "of_word", staticmethod(lambda word, group=group: group))
+        count += flops("forward", *(part,) * 3, None, None, True, 1.0, f"{options} ring={group.word}")
+    assert count == flops("forward", *(whole,) * 3, None, None, True, 1.0, options)
 
 
 def test_meta_and_fake_tensors():

@@ -437,6 +437,36 @@ def test_parts_of_a_model_have_names_of_their_own():
     assert [part._attn_implementation for part in parts] == ["flash_jvp", "eager"]
 
 
+CHAINS = torch.arange(L).expand(2, L) // 4
+REFUSE_FLASH = {  # class, configuration, arguments beside `input_ids`, what transformers says of a name with "flash"
+    "sequence-id": ("EsmcModel", ENCODER | dict(vocab_size=64), dict(sequence_id=CHAINS), "`sequence_id` .* not supported"),
+    "prefix-lm": (
+        "HrmTextForCausalLM", DECODER | dict(prefix_lm=True, H_cycles=1, L_cycles=1),
+        dict(token_type_ids=(CHAINS < 2).long()), "not supported when `config.prefix_lm=True`",
+    ),
+    "chunks": (
+        "Llama4ForCausalLM",
+        DECODER | dict(attention_chunk_size=4, intermediate_size_mlp=24, num_local_experts=2, moe_layers=[]), {},
+        "cannot handle chunked attention",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSE_FLASH)
+def test_a_name_without_flash(name, monkeypatch):
+    cls, config, arguments, refusal = REFUSE_FLASH[name]
+    if not hasattr(transformers, cls):
+        pytest.skip("this version of transformers has no such model")
+    monkeypatch.setitem(MODELS, name, (cls, config, 2))
+    given, counts = dict(input_ids=tokens(2, L), **arguments), torch.ones(2, L, dtype=torch.bool)
+    launched()
+    got = everything(model_of(name, "jvp_attention"), given, counts)
+    assert set(launched()) == {"D", "S"}
+    assert_same(got, everything(model_of(name, "eager"), given, counts))
+    with pytest.raises(ValueError, match=refusal):
+        results(model_of(name, "flash_jvp"), given)
+
+
 def test_a_model_that_does_not_call_by_name():
     config = transformers.BigBirdPegasusConfig(encoder_layers=1, decoder_layers=1, d_model=16, vocab_size=64)
     config._attn_implementation = "flash_jvp"
@@ -452,10 +482,10 @@ def test_a_model_that_does_not_call_by_name():
 
 Q = normal(1, 4, 5, 4)
 REFUSED = {
-    "weights": ("`output_attentions`: 'flash_jvp' never forms", Q, dict(output_attentions=True)),
+    "weights": ("`output_attentions`: the kernels never form", Q, dict(output_attentions=True)),
     "paged": ("paged caches", Q, dict(block_table=torch.zeros(1, 1))),
     "packed-cache": (
-        "causal packed sequences without a cache",
+        "causal packed sequences are served without a cache",
         Q[:, :, :2],
         dict(cu_seq_lens_q=torch.tensor([0, 2]), cu_seq_lens_k=torch.tensor([0, 5])),
     ),
