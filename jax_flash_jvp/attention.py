@@ -1,44 +1,50 @@
 """The public function."""
 
 import dataclasses
-import functools
-import os
-import pathlib
-import warnings
 from typing import Any, Literal, Never, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
+from jax_flash_jvp.arguments import (
+    LENGTHS,
+    SEGMENTS,
+    block_of,
+    flag,
+    in_int32,
+    known,
+    normalised,
+    number,
+    precision,
+    rate_of,
+    seed_of,
+    sinks_of,
+    traced_scale,
+    window,
+    with_all_axes,
+    xla_is_deterministic,
+)  # fmt: skip
 from jax_flash_jvp.context import ORDERS, Context, Order, Strategy, strategy_of
 from jax_flash_jvp.differentiation import attend, attend_scaled
 from jax_flash_jvp.exchange import by_heads, by_sequence, with_all_columns
 from jax_flash_jvp.problem import (
-    DTYPES,
     KERNEL_IMPLEMENTATIONS,
     Alignment,
     Implementation,
     Operands,
-    Precision,
     Problem,
     check_operands,
-    dropout_rate_of,
     lower_right_of,
-    mask_block_of,
     refuse_unknown,
     soft_cap_of,
     unserved,
     warn_of_lengths,
     warn_of_window,
-    window_of,
 )
 from jax_flash_jvp.reference import cut, inside_of
 
 IMPLEMENTATIONS = (None, *get_args(Implementation))
-LARGEST = np.iinfo(np.int32).max
-XLA_DETERMINISTIC = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 OURS = {  # by their names in other libraries
     "sm_scale": "scale", "softmax_scale": "scale", "causal": "is_causal", "window_size": "local_window_size",
     "sliding_window": "local_window_size", "softcap": "logits_soft_cap", "attn_mask": "mask", "dropout_p": "dropout_rate",
@@ -219,219 +225,81 @@ def dot_product_attention(
     """
     if unknown:
         refuse_unknown("dot_product_attention", unknown, OURS)
-    arrays = dict(query=query, key=key, value=value, bias=bias, mask=mask)
-    lengths = dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
-    segments = dict(query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids)
-    ranges = dict(key_ranges=key_ranges)
-    given = {name: as_array(name, a) for name, a in arrays.items()}
-    given |= {name: _index(name, a) for name, a in {**lengths, **segments, **ranges}.items()}
-    ndim = given["query"].ndim
-    for name in ("query", "key", "value"):
-        if given[name].ndim != ndim or ndim not in (3, 4):
-            raise ValueError(
-                f"`query`, `key` and `value` must all have shape [batch, length, heads, channels] or all "
-                f"[length, heads, channels]: got {name} of shape {given[name].shape}"
-            )
-        if not all(isinstance(n, int) for n in given[name].shape[-3:]):
-            raise ValueError(
-                f"of a symbolic shape (jax.export) only the batch may be a symbol: got {name} of shape {given[name].shape}; "
-                "export the function once for each length"
-            )
-    heads = {1, given["query"].shape[-2], given["key"].shape[-2]}
-    for name in ("bias", "mask"):
-        if given[name] is None or given[name].ndim != 3:
-            continue
-        if given[name].shape[0] not in heads:
-            raise ValueError(
-                f"`{name}` of three axes must be [heads, query length, key length]: got {given[name].shape}; one for each "
-                f"batch entry is `{name}[:, None]`"
-            )
-        if ndim == 4 and given[name].shape[0] == given["query"].shape[0] != 1:
-            warnings.warn(
-                f"`{name}` of three axes is taken as one for each head, of which there are as many as batch entries: got "
-                f"{given[name].shape}; write `{name}[None]` to say so, or `{name}[:, None]` for one for each batch entry",
-                stacklevel=2,
-            )
-    shapes = {name: a.shape for name, a in given.items() if a is not None}
-    for name in arrays:
-        if given[name] is not None:
-            given[name] = _four_dimensional(name, given[name])
-    for name in (*lengths, *segments):
-        if given[name] is not None and ndim == 3 and given[name].ndim == (name in segments):
-            given[name] = given[name][None]
-    if given["key_ranges"] is not None:
-        given["key_ranges"] = _five_dimensional(given["key_ranges"])
-    if dropout_key is not None and dropout_rate is None:
-        raise ValueError("a `dropout_key` drops nothing without a `dropout_rate`: give a rate, 0 to drop nothing")
-    rate = dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
-    given["seed"] = _seed(dropout_key, given["query"].shape[0]) if rate else None
-    x = Operands(*given.values())
+    arrays = dict(
+        query=query, key=key, value=value, bias=bias, mask=mask, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, key_ranges=key_ranges,
+    )  # fmt: skip
+    given = normalised(arrays)
+    batched, rate = given["query"].ndim == 4, rate_of(dropout_rate, dropout_key)
+    seed = seed_of(dropout_key, given["query"].shape[0] if batched else 1) if rate else None
+    x = Operands(*[*(with_all_axes(name, a, batched) for name, a in given.items()), seed])
     context = context_of(context_axis, context_strategy, context_order, query=x.query.shape[1], key=x.key.shape[1])
-    mask_block = _mask_block(mask_block_size, x.mask)
-    if context is not None and mask_block is not None:
-        raise ValueError(
-            "`mask_block_size` does not go with a `context_axis`: say it in `key_ranges`, or in a `mask` without blocks"
-        )
-    check_operands(x, x.key.shape[1] * (1 if context is None else context.devices), mask_block, shapes)
-    for name, a in zip(lengths, (x.query, x.key), strict=True):
-        if lengths[name] is not None:
-            warn_of_lengths(name, known(lengths[name]), a.shape[1] * (1 if context is None else context.devices))
-    if context is not None:
-        for name, ids in segments.items():
-            if ids is not None and jnp.iinfo(given[name].dtype).bits > 16 and given[name].dtype != jnp.int32:
-                raise TypeError(
-                    f"`{name}` must fit int32 where there is a `context_axis`: got {given[name].dtype}; cast it"
-                )
-    x = _in_int32(x)
+    mask_block = block_of(mask_block_size, x.mask)
+    devices = 1 if context is None else context.devices
+    _check(x, given, devices, context, mask_block)
+    for name, a in zip(LENGTHS, (x.query, x.key), strict=True):
+        if arrays[name] is not None:
+            warn_of_lengths(name, known(arrays[name]), a.shape[1] * devices)
+    x = in_int32(x)
     if rate == 1:  # o is zero, which does not reach ℓ
         x, rate = x._replace(value=x.value * 0, seed=None), 0.0
     scaled_by = None
     if isinstance(scale, jax.core.Tracer):
-        scaled_by, scale = _traced_scale(scale), 1
+        scaled_by, scale = traced_scale(scale), 1
         x = x._replace(query=cut(x.query, inside_of(x)[0]))
-    sink_scores = as_array("sinks", sinks)
-    if sinks is not None and sink_scores.dtype.name not in DTYPES:
-        raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sink_scores.dtype}; cast it")
-    if sinks is not None and sink_scores.shape != x.query.shape[2:3]:
-        raise ValueError(
-            f"`sinks` must have shape ({x.query.shape[2]},), one number a query head: got {sink_scores.shape}"
-        )
-    with_residual = _flag("return_residual", return_residual)
+    sink_scores = None if sinks is None else sinks_of(sinks, x.query.shape[2])
+    with_residual = flag("return_residual", return_residual)
     problem = Problem(
         scale=number("scale", scale, max(1, x.query.shape[-1]) ** -0.5),
-        is_causal=_flag("is_causal", is_causal),
-        window=_window(local_window_size),
+        is_causal=flag("is_causal", is_causal),
+        window=window(local_window_size),
         lower_right=lower_right_of(causal_alignment),
         soft_cap=None if logits_soft_cap is None else soft_cap_of(number("logits_soft_cap", logits_soft_cap, 0.0)),
         dropout_rate=rate,
         mask_block=mask_block,
-        precision=_precision(),
-        deterministic=_xla_is_deterministic() if deterministic is None else _flag("deterministic", deterministic),
+        precision=precision(),
+        deterministic=xla_is_deterministic() if deterministic is None else flag("deterministic", deterministic),
         implementation=implementation,
     )
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"`implementation` must be one of {IMPLEMENTATIONS}: got {implementation!r}")
+    _check_implementation(implementation, x)
     warn_of_window(problem.window, problem.is_causal)
-    reason = unserved(x)
-    if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") and reason is not None:
-        raise ValueError(
-            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla': the "
-            "tiled reference computes it"
-        )
     back = None
     if context is not None:
         problem, x, back = _shared(problem, x, context, context_strategy)
     output, log_sum_exp = attend(problem, *x) if scaled_by is None else attend_scaled(problem, scaled_by, *x)
     if back is not None:
         output, log_sum_exp = by_sequence((output, log_sum_exp), back)
-    if sinks is not None:
+    if sink_scores is not None:
         output, log_sum_exp = _with_sinks(output, log_sum_exp, sink_scores)
-    if ndim == 3:
+    if not batched:
         output, log_sum_exp = output[0], log_sum_exp[0]
     return (output, log_sum_exp.mT) if with_residual else output
 
 
-def as_array(name: str, a: Any) -> Any:
-    if a is None:
-        if name in ("query", "key", "value"):
-            raise TypeError(f"`{name}` must be an array: got None")
-        return None
-    try:
-        a = jnp.asarray(a)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"`{name}` must be an array: got {type(a).__name__}") from error
-    extended = jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended)  # a key of jax.random
-    if not extended and a.dtype != jax.dtypes.canonicalize_dtype(a.dtype):
-        raise TypeError(f"`{name}` is {a.dtype}, which needs `jax_enable_x64` where the call is traced; or cast it")
-    return a
+def _check(x: Operands, given: dict, devices: int, context: Context | None, mask_block: tuple[int, int] | None) -> None:
+    """What the arrays must be to one another, whose axes are those that were given."""
+    if context is not None and mask_block is not None:
+        raise ValueError(
+            "`mask_block_size` does not go with a `context_axis`: say it in `key_ranges`, or in a `mask` without blocks"
+        )
+    shapes = {name: a.shape for name, a in given.items() if a is not None}
+    check_operands(x, x.key.shape[1] * devices, mask_block, shapes)
+    for name in SEGMENTS if context is not None else ():
+        ids = given[name]
+        if ids is not None and jnp.iinfo(ids.dtype).bits > 16 and ids.dtype != jnp.int32:
+            raise TypeError(f"`{name}` must fit int32 where there is a `context_axis`: got {ids.dtype}; cast it")
 
 
-def _four_dimensional(name: str, a: jax.Array) -> jax.Array:
-    if a.ndim > 4:
-        raise ValueError(f"`{name}` must have at most four dimensions: got shape {a.shape}")
-    return a.reshape((1,) * (4 - a.ndim) + a.shape)
-
-
-def _five_dimensional(a: jax.Array) -> jax.Array:
-    return a.reshape((1,) * (5 - a.ndim) + a.shape) if a.ndim < 5 else a
-
-
-def _index(name: str, a: Any) -> Any:
-    """An array; without int64, JAX would cut off what numbers of the host have beyond int32."""
-    for leaf in jax.tree.leaves(a):
-        if isinstance(leaf, int):
-            dtype, least, most = "int64", leaf, leaf
-        elif isinstance(leaf, np.integer | np.ndarray) and leaf.dtype.kind in "iu" and leaf.size:
-            dtype, least, most = leaf.dtype.name, int(leaf.min()), int(leaf.max())
-        else:
-            continue
-        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(dtype))
-        if not limits.min <= least <= most <= limits.max:
-            raise ValueError(f"`{name}` must fit {limits.dtype}, or `jax_enable_x64` be set: got {least} to {most}")
-    return as_array(name, a)
-
-
-def known(a: Any) -> list[int] | None:
-    """The numbers of an array in the host's memory, whose reading waits for no device."""
-
-    def elsewhere(a: Any) -> bool:
-        on_host = lambda: a.is_fully_addressable and all(d.platform == "cpu" for d in a.devices())
-        return isinstance(a, jax.core.Tracer) or (isinstance(a, jax.Array) and not on_host())
-
-    return None if any(map(elsewhere, jax.tree.leaves(a))) else np.ravel(a).tolist()
-
-
-def _in_int32(x: Operands) -> Operands:
-    """Lengths, ranges and segments, of whatever integers."""
-
-    def length(a: Any) -> Any:  # beyond all arrays is as good as at their end
-        if a is None or a.dtype == jnp.int32:
-            return a
-        limits = jnp.iinfo(a.dtype)
-        return jnp.clip(a, max(-1, limits.min), min(LARGEST, limits.max)).astype(jnp.int32)
-
-    x = x._replace(query_lengths=length(x.query_lengths), key_lengths=length(x.key_lengths))
-    x = x._replace(key_ranges=length(x.key_ranges))
-    segments = (x.query_segments, x.key_segments)
-    if segments[0] is None or all(a.dtype == jnp.int32 for a in segments):
-        return x
-    if any(jnp.iinfo(a.dtype).bits > 16 and a.dtype != jnp.int32 for a in segments):
-        dtype = np.promote_types(*(a.dtype for a in segments))
-        if dtype.kind not in "iu" or dtype != jax.dtypes.canonicalize_dtype(dtype):
-            raise TypeError(
-                f"`query_segment_ids` and `key_value_segment_ids` must fit one dtype: got {segments[0].dtype} and "
-                f"{segments[1].dtype}; cast one of them"
-            )
-        queries = segments[0].shape[1]
-        both = jnp.concatenate([a.astype(dtype) for a in segments], 1)
-        ranks = jax.vmap(jnp.searchsorted)(jnp.sort(both), both)
-        segments = ranks[:, :queries], ranks[:, queries:]
-    queries, keys = (a.astype(jnp.int32) for a in segments)
-    return x._replace(query_segments=queries, key_segments=keys)
-
-
-def number(name: str, value: Any, default: float) -> float:
-    if value is None:
-        return default
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"`{name}` must be a number known when the call is traced; make it a static argument")
-    try:
-        if isinstance(value, str | bytes) or np.iscomplexobj(value):  # which float reads, numpy's complex in part
-            raise TypeError
-        value = float(value)
-    except OverflowError:
-        value = np.inf
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"`{name}` must be a number: got {type(value).__name__}") from error
-    if not abs(value) <= np.finfo(np.float32).max:
-        raise ValueError(f"`{name}` must be finite in float32: got {value}")
-    return value
-
-
-def _traced_scale(scale: jax.Array) -> jax.Array:
-    if scale.shape or jnp.issubdtype(scale.dtype, jnp.complexfloating):
-        raise TypeError(f"`scale` must be a real number: got {scale.dtype} of shape {scale.shape}")
-    return scale
+def _check_implementation(implementation: Any, x: Operands) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"`implementation` must be one of {IMPLEMENTATIONS}: got {implementation!r}")
+    reason = unserved(x)
+    if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") and reason is not None:
+        raise ValueError(
+            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla': the "
+            "tiled reference computes it"
+        )
 
 
 def _with_sinks(o: jax.Array, log_sum_exp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -443,17 +311,6 @@ def _with_sinks(o: jax.Array, log_sum_exp: jax.Array, sinks: jax.Array) -> tuple
     log_sum_exp = jnp.where(seen, log_sum_exp, 0)
     share = jnp.where(seen, jnp.exp(-jax.nn.softplus(sinks - log_sum_exp)), 0).mT[..., None]
     return (o.astype(share.dtype) * share).astype(o.dtype), jnp.where(seen, jnp.logaddexp(log_sum_exp, sinks), sinks)
-
-
-def _seed(key: Any, batch: int) -> jax.Array:
-    if key is None:
-        raise ValueError("`dropout_key` must be given where `dropout_rate` is above 0")
-    try:
-        numbers = jax.lax.bitcast_convert_type(jax.random.bits(key, (batch, 2), "uint32"), jnp.int32)
-    except (TypeError, ValueError) as error:
-        got = f"{type(key).__name__} of shape {np.shape(key)}"
-        raise TypeError(f"`dropout_key` must be one key of jax.random: got {got}") from error
-    return jnp.pad(numbers, ((0, 0), (0, 3)))
 
 
 def context_of(axis: Any, strategy: Any, order: Any, **rows: int) -> Context | None:
@@ -505,44 +362,3 @@ def _shared(
     if chosen == "all_gather":
         x, context = with_all_columns(x, context), dataclasses.replace(context, strategy="rows")
     return dataclasses.replace(problem, context=context), x, None
-
-
-def _window(size: Any) -> tuple[int | None, int | None] | None:
-    if any(isinstance(n, jax.core.Tracer) for n in jax.tree.leaves(size)):
-        raise TypeError("`local_window_size` must be known when the call is traced; make it a static argument")
-    return window_of(size)
-
-
-def _mask_block(size: Any, mask: Any) -> tuple[int, int] | None:
-    if any(isinstance(n, jax.core.Tracer) for n in jax.tree.leaves(size)):
-        raise TypeError("`mask_block_size` must be known when the call is traced; make it a static argument")
-    return mask_block_of(size, mask)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"`{name}` must be True or False when the call is traced; make it a static argument")
-    if np.ndim(value) or np.asarray(value).dtype != bool:
-        raise TypeError(f"`{name}` must be True or False: got {type(value).__name__}")
-    return bool(value)
-
-
-def _xla_is_deterministic() -> bool:
-    """By its own flags."""
-    return _asks_for_determinism(os.environ.get("XLA_FLAGS", "").strip())
-
-
-@functools.cache  # XLA reads them once
-def _asks_for_determinism(text: str) -> bool:
-    """Flags, of which the last counts, or the file where they stand."""
-    if text and not text.startswith("-") and os.path.isfile(text):
-        text = pathlib.Path(text).read_text()
-    flags = dict(word.partition("=")[::2] for word in text.split())
-    return any(flags.get(name, "false").lower() in ("", "true", "1") for name in XLA_DETERMINISTIC)
-
-
-def _precision() -> Precision:
-    """Of float32 products in the kernels, from the matrix-product precision in force."""
-    exact = ("highest", "float32", "f32_f32_f32")
-    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return "ieee" if str(asked).lower() in exact else "tf32"

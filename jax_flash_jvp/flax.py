@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_flash_jvp.attention import as_array, dot_product_attention, number
+from jax_flash_jvp.arguments import as_array, number
+from jax_flash_jvp.attention import dot_product_attention
 from jax_flash_jvp.problem import Implementation
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash_jvp import visibility
-from jax_flash_jvp.attention import as_array, context_of, dot_product_attention, known
+from jax_flash_jvp.arguments import as_array, known
+from jax_flash_jvp.attention import context_of, dot_product_attention
 from jax_flash_jvp.context import Order, Strategy, chunks_of
 from jax_flash_jvp.problem import Implementation, check_cu_seqlens, warn_of_window, window_of
 
