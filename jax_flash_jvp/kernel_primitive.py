@@ -18,7 +18,6 @@ Only names that JAX exports outside `jax._src` are used.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import math
 import warnings
@@ -160,7 +159,7 @@ def _divided(ctx: Any) -> tuple[Any, bool | str]:
     return ctx.replace(module_context=module.replace(axis_context=axis)), True
 
 
-def _alike(operands: Sequence[Any]) -> bool:
+def _replicated(operands: Sequence[Any]) -> bool:
     """Whether devices of a shard_map compute the same: its types say so, unless `check_vma` is False."""
     mesh, varying = operands[0].sharding.mesh, _varying(operands)
     manual = [n for name, n in mesh.shape.items() if name in mesh.manual_axes and name not in varying]
@@ -177,9 +176,10 @@ def float64_if(arrays: Iterable[Any]) -> Any:
 
 class KernelPrimitive:
     """`shapes(*args, **static)` gives the pytree of results, each by `result`; `implementations` maps platforms to functions
-    of the same arguments in JAX terms, and of `divided`, see `_divided`; "default" serves the platforms that are not named.
-    Every argument may carry leading axes: those that vmap adds.  `shared(mapped arguments, **static)` says, leaf by leaf,
-    which of those that are not mapped keep an axis of length one there, in place of a copy for each entry."""
+    of the same arguments in JAX terms, of `divided`, see `_divided`, and of `replicated`: whether several devices compute this,
+    whose results are to have the same bits; "default" serves the platforms that are not named.  Every argument may carry
+    leading axes: those that vmap adds.  `shared(mapped arguments, **static)` says, leaf by leaf, which of those that are not
+    mapped keep an axis of length one there, in place of a copy for each entry."""
 
     def __init__(self, name: str, shapes: Callable, implementations: dict[str, Callable], shared: Callable):
         self.name, self.shapes, self.shared = name, shapes, shared
@@ -209,9 +209,8 @@ class KernelPrimitive:
 
     def _lower(self, implementation: Callable, ctx: Any, *values: Any, **params: Any) -> Any:
         ctx, divided = _divided(ctx)
-        if _alike(ctx.avals_in):  # their copies are to have the same bits
-            params["problem"] = dataclasses.replace(params["problem"], deterministic=True)
-        flat = functools.partial(self._flat, functools.partial(implementation, divided=divided))
+        implementation = functools.partial(implementation, divided=divided, replicated=_replicated(ctx.avals_in))
+        flat = functools.partial(self._flat, implementation)
         with float64_if(ctx.avals_in):
             return mlir.lower_fun(flat, multiple_results=True)(ctx, *values, **params)
 

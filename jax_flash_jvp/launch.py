@@ -196,13 +196,17 @@ def implementations(name: str) -> dict[str, Callable]:
     return {platform: functools.partial(_run, name, platform) for platform in ("default", "cuda")}
 
 
-def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divided: bool | str, **static: Any) -> Any:
+def _run(
+    name: str, platform: str, x: Operands, *args: Any, problem: Any, divided: bool | str, replicated: bool, **static: Any
+) -> Any:  # fmt: skip
     wanted = problem.implementation
     if wanted in KERNEL_IMPLEMENTATIONS and platform != "cuda":
         raise ValueError(
             f"`implementation`={wanted!r} needs an NVIDIA GPU, and this computation is placed elsewhere; leave "
             "`implementation` None, or ask for 'xla' (the tiled reference) or 'interpret' (the kernels on numpy)"
         )
+    if replicated:
+        problem = dataclasses.replace(problem, deterministic=True)
     nothing_to_do = 0 in x.query.shape or 0 in x.key.shape
     divide = divided is True and not nothing_to_do
 
