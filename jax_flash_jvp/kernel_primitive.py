@@ -13,7 +13,7 @@ which None stands for an absent array and, in tangents and cotangents, for a sym
 The JVP rule of the primal binds the dual.  Where JAX evaluates partially (linearize, grad, scan, cond, checkpoint), the
 dual falls apart into the primal, which is known, and the linear face, which is not and can be transposed.
 
-Only names that JAX exports outside `jax._src` are used.
+Of JAX only exported names are used; `private.py` lists those that it does not document.
 """
 
 import collections
@@ -30,8 +30,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
+
+from jax_flash_jvp import private
+
+private.check(private.JAX)
 
 eager_calls: collections.Counter[str] = collections.Counter()  # of kernels called outside jit, by name: for tests
 kernels: dict[str, "KernelPrimitive"] = {}
@@ -127,7 +131,7 @@ def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     plain = [jax.core.ShapedArray(o.shape, o.dtype) for o in outputs]
     if operands[0].sharding.mesh.empty:
         return plain
-    manual = ManualAxisType(varying=_varying(operands))
+    manual = jax.sharding.ManualAxisType(varying=_varying(operands))
     return [p.update(sharding=o.sharding, manual_axis_type=manual) for p, o in zip(plain, outputs, strict=True)]
 
 
@@ -147,7 +151,7 @@ def _divided(ctx: Any) -> tuple[Any, bool | str]:
         return ctx, False
     if module.lowering_parameters.for_export:
         return ctx, "in what jax.export exports"
-    if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
         return ctx, "with the partitioner before Shardy"
     devices = axis.device_assignment or tuple(jax.devices()[: axis.num_devices])
     if len(devices) < axis.num_devices:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jax_flash_jvp.context import Order, chunks_of
+from torch_bridge import private
 
 
 class Group(NamedTuple):
@@ -70,8 +71,7 @@ def _permuted(a: Tensor, axis: int, chunks: list[int]) -> Tensor:
 
 
 def _process_group(name: str) -> Any:
-    # private: what functional collectives do
-    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return private.process_group(name)
 
 
 def all_gather(group: Group, result: Tensor, a: Tensor, **options: Any) -> Any:

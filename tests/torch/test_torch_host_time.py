@@ -1,6 +1,7 @@
 """What an eager call on a GPU spares its host: the dispatcher, where nobody listens there, and allocations."""
 
 import collections
+import contextlib
 import types
 
 import pytest
@@ -234,3 +235,82 @@ def test_descriptors_are_encoded_once_for_an_address(monkeypatch):
     assert beneath("it") == ("it",)
     assert beneath is not Launcher.launch
     assert args == (7, 1, 1, "stream", "function", "packed", None, None, None, "map", 2, 3, 3, 1, 0.5, 64, None)
+
+
+def fails(*args):
+    raise TypeError("the launcher takes other arguments")
+
+
+@pytest.mark.parametrize("beneath", [None, fails, lambda *args: OTHERS], ids=["none", "plain", "closure"])
+def test_a_launcher_that_takes_descriptors_apart_otherwise_is_noticed(beneath, monkeypatch):
+    launch = pytest.importorskip("torch_bridge.launch")
+    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(launch.triton.runtime, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "_encoder", lambda descriptor, metadata: lambda address: ["map", 2, 3])
+    run = types.SimpleNamespace(launch=beneath) if beneath else types.SimpleNamespace()
+    compiled = types.SimpleNamespace(run=run, metadata=types.SimpleNamespace(tensordesc_meta=["meta"]))
+    with pytest.raises(launch.OTHERWISE):
+        launch._again(compiled, 7, [types.SimpleNamespace(base=torch.zeros(2, 3), block_shape=[1, 1])])
+
+
+class Doubles:
+    """A kernel, and what Triton would give of it once it is compiled: all that `_again` knows of."""
+
+    arg_names = ("A", "OUT")
+    __name__ = "doubles"
+
+    def __init__(self, **compiled):
+        self.compiled = types.SimpleNamespace(
+            run=lambda *args: self.double(*args[-2:]), metadata=None, function=None, packed_metadata=None
+        )
+        vars(self.compiled).update(compiled)
+
+    def __getitem__(self, grid):
+        def launch(a, out, **options):
+            self.double(a, out)
+            return self.compiled
+
+        return launch
+
+    def double(self, a, out):
+        out.copy_(2 * a)
+
+
+OTHERS = {  # what a plan needs of Triton, taken away or changed
+    "compiled": lambda patch, launch, kernel: setattr(kernel, "compiled", None),
+    "run": lambda patch, launch, kernel: delattr(kernel.compiled, "run"),
+    "metadata": lambda patch, launch, kernel: delattr(kernel.compiled, "metadata"),
+    "driver": lambda patch, launch, kernel: patch.delattr(launch.triton.runtime, "driver"),
+    "knobs": lambda patch, launch, kernel: patch.delattr(launch.triton, "knobs"),
+    "arguments": lambda patch, launch, kernel: setattr(kernel.compiled, "run", fails),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_where_tritons_launcher_is_otherwise_it_launches_every_call(other, monkeypatch, caplog):
+    launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
+    from jax_flash_jvp.kernels.launcher import Launch, Output
+
+    kernel = Doubles()
+    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(launch.triton.runtime, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "_properties", lambda device: (80, 132, False))
+    monkeypatch.setattr(launch, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(plans, "plans", {})
+    monkeypatch.setattr(plans._Kept, "plans", True)
+    OTHERS[other](monkeypatch, launch, kernel)
+
+    def run(launcher, name, case, **groups):
+        job = Launch(kernel, 1, dict(A=groups["x"][0]), {}, dict(OUT=Output((3,), "float32")), {}, 4, 1)
+        return [launcher.launch(job)["OUT"]]
+
+    monkeypatch.setattr(launch, "run", run)
+    for seed in range(3):
+        a = normal(3, seed=seed, dtype=torch.float32)
+        args = [a, a, a, None, None, False, 0.3, "", False]
+        results = launch.planned("forward", args)
+        if results is None:
+            results = launch.computed("forward", args, dict(x=(a,)), reference.Case(Problem(0.3)))
+        assert torch.equal(results[0], 2 * a)
+    assert plans.plans == {}
+    assert caplog.text.count("every call of attention is prepared anew") == 1
