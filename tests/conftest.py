@@ -11,6 +11,7 @@ import pathlib
 
 import pytest
 
+import mutants
 import support
 
 HAS_GPU = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
@@ -135,10 +136,8 @@ def broken_kernels(tmp_path, monkeypatch):
     from jax_flash_jvp.kernels.portable import backward, bias, forward, means, visibility
 
     def replace(module, old, new):
-        source = inspect.getsource(module)
-        assert old in source
         path = tmp_path / "broken.py"
-        path.write_text(source.replace(old, new))
+        path.write_text(mutants.broken(inspect.getsource(module), old, new))
         spec = importlib.util.spec_from_file_location("broken", path)
         broken = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(broken)
