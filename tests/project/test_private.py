@@ -17,6 +17,7 @@ ROOTS = "torch|jax|triton|forward_ad|_functorch|interpreter"
 PACKAGES = {"torch": "torch_bridge", "jax": "jax_flash_jvp"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("framework", PACKAGES)
 def test_without_each_name(framework):
     pytest.importorskip(framework)

@@ -185,6 +185,7 @@ def test_a_call_by_a_plan_allocates_its_results_and_one_piece_more(name):
 
 
 def test_what_is_made_of_addresses_is_kept(monkeypatch):
+    """Of a training that sees ever new addresses no more than so many fill the memory."""
     plans = pytest.importorskip("torch_bridge.plans")
     monkeypatch.setattr(plans.Addressed, "MOST", 2)
     made = []
@@ -193,48 +194,6 @@ def test_what_is_made_of_addresses_is_kept(monkeypatch):
     assert made == [16, 32]
     assert maps[48] == "map of 48"
     assert len(maps) == 1
-
-
-def test_descriptors_are_encoded_once_for_an_address(monkeypatch):
-    """Only the encoded map is made anew for another address; shape and strides stay."""
-    plans, launch = (pytest.importorskip(f"torch_bridge.{name}") for name in ("plans", "launch"))
-    from triton.backends.nvidia import driver
-
-    def make_tensordesc_arg(descriptor, metadata, base):
-        return [(descriptor.base.data_ptr(), metadata), *descriptor.shape, *descriptor.strides]
-
-    def wrapped():
-        launcher = lambda *args: args  # where Triton keeps what it calls in the end
-        return lambda *args: launcher(*args)
-
-    ran = []
-
-    class Launcher:
-        launch = wrapped()
-
-        def __call__(self, *args):
-            ran.append((self.launch, args))
-
-    Compiled = types.SimpleNamespace
-    compiled = Compiled(
-        run=Launcher(), metadata=Compiled(tensordesc_meta=["meta"]), function="function", packed_metadata="packed"
-    )
-    active = Compiled(get_current_device=lambda: 0, get_current_stream=lambda device: "stream")
-    monkeypatch.setattr(driver, "make_tensordesc_arg", make_tensordesc_arg)
-    monkeypatch.setattr(launch.triton, "runtime", Compiled(driver=Compiled(active=active)))
-    base = torch.zeros(2, 3)
-    descriptor = Compiled(base=base, shape=[2, 3], strides=[3, 1], block_shape=[1, 1])
-    run, arguments = launch._again(compiled, 7, [descriptor, 0.5, base, None])
-    assert arguments[1:] == [2, 3, 3, 1, 0.5, base, None]
-    assert arguments[0].tensor is base
-    assert arguments[0].make(48) == (48, "meta")
-    step = plans._launch(plans.Launched(run, arguments, []), {base.data_ptr(): 4})
-    assert (step.pointers, [a[:2] for a in step.addressed]) == ([(6, 4)], [(0, 4)])
-    run(["map", 2, 3, 3, 1, 0.5, 64, None])
-    ((beneath, args),) = ran
-    assert beneath("it") == ("it",)
-    assert beneath is not Launcher.launch
-    assert args == (7, 1, 1, "stream", "function", "packed", None, None, None, "map", 2, 3, 3, 1, 0.5, 64, None)
 
 
 def fails(*args):
