@@ -12,6 +12,7 @@ from jax_flash_jvp.private import needed, optional
 # ------------------------------------------------------------------------------------------------ without which nothing is right
 
 is_functorch_wrapped_tensor = needed("torch._C._functorch.is_functorch_wrapped_tensor")
+is_batchedtensor = needed("torch._C._functorch.is_batchedtensor")
 get_unwrapped = needed("torch._C._functorch.get_unwrapped")
 # what torch.func makes of a Function for one level, and its leave to run
 SingleLevelFunction = needed("torch.autograd.function._SingleLevelFunction")
