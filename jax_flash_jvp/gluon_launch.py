@@ -9,7 +9,7 @@
 import threading
 from typing import Any
 
-from triton.experimental.gluon._runtime import GluonJITFunction
+from jax_flash_jvp import private
 
 
 class _Library:
@@ -22,12 +22,20 @@ class _Library:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, name)
 
-    def TritonKernel(self, name: str, num_warps: int, *rest: Any) -> Any:
-        return self._library.TritonKernel(name, self.warps or num_warps, *rest)
+    def TritonKernel(self, *args: Any, **named: Any) -> Any:
+        if self.warps is not None:
+            name, _, *rest = args
+            args = (name, self.warps, *rest)
+        return self._library.TritonKernel(*args, **named)
 
 
 def install(triton_lib: Any) -> None:
-    """Extend `jax_triton.triton_lib`; kernels that are not Gluon's compile as before."""
+    """Extend `jax_triton.triton_lib`; kernels that are not Gluon's compile as before.
+
+    Raises:
+      ImportError: jax-triton or Triton looks otherwise; then nothing has been changed.
+    """
+    *_, gluon_function = [private.needed(path) for path in private.HOPPER_FROM_JAX]
     library = triton_lib.triton_kernel_call_lib = _Library(triton_lib.triton_kernel_call_lib)
     original_compile, original_kernel = (
         triton_lib.compile_ttir_to_ptx_inplace,
@@ -37,16 +45,17 @@ def install(triton_lib: Any) -> None:
     lock = threading.RLock()  # one kernel at a time: which one is being compiled is known process-wide
     triton_lib.TensorDescMeta.__required_keys__ = frozenset()
 
-    def compile_kernel(self, *args):
+    def compile_kernel(self, *args, **named):
         nonlocal compiling_gluon
         with lock:
-            compiling_gluon = any(isinstance(value, GluonJITFunction) for value in vars(self).values())
+            compiling_gluon = any(isinstance(value, gluon_function) for value in vars(self).values())
             library.warps = None
-            return original_kernel(self, *args)
+            return original_kernel(self, *args, **named)
 
-    def compile_to_ptx(module, backend, options, capability):
+    def compile_to_ptx(*args, **named):
         if not compiling_gluon:
-            return original_compile(module, backend, options, capability)
+            return original_compile(*args, **named)
+        module, backend, options, capability = args
         metadata: dict[str, Any] = {}
         ttgir = backend.gluon_to_ttgir(module, metadata, options, capability)
         llir = backend.make_llir(ttgir, metadata, options, capability)

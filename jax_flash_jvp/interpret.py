@@ -28,6 +28,10 @@ import triton.language as tl
 from ml_dtypes import bfloat16
 from triton.runtime import interpreter
 
+from jax_flash_jvp import private
+
+private.check(private.INTERPRETER)
+
 _LOCK = threading.Lock()  # the place in the grid and the replaced attributes belong to the whole process
 _PROGRAMS: dict[Callable, Callable] = {}
 

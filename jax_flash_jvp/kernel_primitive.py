@@ -13,12 +13,11 @@ which None stands for an absent array and, in tangents and cotangents, for a sym
 The JVP rule of the primal binds the dual.  Where JAX evaluates partially (linearize, grad, scan, cond, checkpoint), the
 dual falls apart into the primal, which is known, and the linear face, which is not and can be transposed.
 
-Only names that JAX exports outside `jax._src` are used.
+Of JAX only exported names are used; `private.py` lists those that it does not document.
 """
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import math
 import warnings
@@ -31,8 +30,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
+
+from jax_flash_jvp import private
+
+private.check(private.JAX)
 
 eager_calls: collections.Counter[str] = collections.Counter()  # of kernels called outside jit, by name: for tests
 kernels: dict[str, "KernelPrimitive"] = {}
@@ -128,7 +131,7 @@ def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     plain = [jax.core.ShapedArray(o.shape, o.dtype) for o in outputs]
     if operands[0].sharding.mesh.empty:
         return plain
-    manual = ManualAxisType(varying=_varying(operands))
+    manual = jax.sharding.ManualAxisType(varying=_varying(operands))
     return [p.update(sharding=o.sharding, manual_axis_type=manual) for p, o in zip(plain, outputs, strict=True)]
 
 
@@ -148,7 +151,7 @@ def _divided(ctx: Any) -> tuple[Any, bool | str]:
         return ctx, False
     if module.lowering_parameters.for_export:
         return ctx, "in what jax.export exports"
-    if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
         return ctx, "with the partitioner before Shardy"
     devices = axis.device_assignment or tuple(jax.devices()[: axis.num_devices])
     if len(devices) < axis.num_devices:
@@ -160,7 +163,7 @@ def _divided(ctx: Any) -> tuple[Any, bool | str]:
     return ctx.replace(module_context=module.replace(axis_context=axis)), True
 
 
-def _alike(operands: Sequence[Any]) -> bool:
+def _replicated(operands: Sequence[Any]) -> bool:
     """Whether devices of a shard_map compute the same: its types say so, unless `check_vma` is False."""
     mesh, varying = operands[0].sharding.mesh, _varying(operands)
     manual = [n for name, n in mesh.shape.items() if name in mesh.manual_axes and name not in varying]
@@ -177,9 +180,10 @@ def float64_if(arrays: Iterable[Any]) -> Any:
 
 class KernelPrimitive:
     """`shapes(*args, **static)` gives the pytree of results, each by `result`; `implementations` maps platforms to functions
-    of the same arguments in JAX terms, and of `divided`, see `_divided`; "default" serves the platforms that are not named.
-    Every argument may carry leading axes: those that vmap adds.  `shared(mapped arguments, **static)` says, leaf by leaf,
-    which of those that are not mapped keep an axis of length one there, in place of a copy for each entry."""
+    of the same arguments in JAX terms, of `divided`, see `_divided`, and of `replicated`: whether several devices compute this,
+    whose results are to have the same bits; "default" serves the platforms that are not named.  Every argument may carry
+    leading axes: those that vmap adds.  `shared(mapped arguments, **static)` says, leaf by leaf, which of those that are not
+    mapped keep an axis of length one there, in place of a copy for each entry."""
 
     def __init__(self, name: str, shapes: Callable, implementations: dict[str, Callable], shared: Callable):
         self.name, self.shapes, self.shared = name, shapes, shared
@@ -209,9 +213,8 @@ class KernelPrimitive:
 
     def _lower(self, implementation: Callable, ctx: Any, *values: Any, **params: Any) -> Any:
         ctx, divided = _divided(ctx)
-        if _alike(ctx.avals_in):  # their copies are to have the same bits
-            params["problem"] = dataclasses.replace(params["problem"], deterministic=True)
-        flat = functools.partial(self._flat, functools.partial(implementation, divided=divided))
+        implementation = functools.partial(implementation, divided=divided, replicated=_replicated(ctx.avals_in))
+        flat = functools.partial(self._flat, implementation)
         with float64_if(ctx.avals_in):
             return mlir.lower_fun(flat, multiple_results=True)(ctx, *values, **params)
 

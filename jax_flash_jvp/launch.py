@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash_jvp import context_parallel, reference
+from jax_flash_jvp import context_parallel, gluon_launch, reference
 from jax_flash_jvp.kernel_primitive import leaves_like
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import DESCRIBED, Blocks, InPlace, Launch, Launcher, Output, Rows
 from jax_flash_jvp.partition import on_shards
+from jax_flash_jvp.private import SUPPORTED
 from jax_flash_jvp.problem import DIFFERENTIABLE, KERNEL_IMPLEMENTATIONS, Operands, unserved
 
 logger = logging.getLogger(__name__)
@@ -196,13 +197,17 @@ def implementations(name: str) -> dict[str, Callable]:
     return {platform: functools.partial(_run, name, platform) for platform in ("default", "cuda")}
 
 
-def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divided: bool | str, **static: Any) -> Any:
+def _run(
+    name: str, platform: str, x: Operands, *args: Any, problem: Any, divided: bool | str, replicated: bool, **static: Any
+) -> Any:  # fmt: skip
     wanted = problem.implementation
     if wanted in KERNEL_IMPLEMENTATIONS and platform != "cuda":
         raise ValueError(
             f"`implementation`={wanted!r} needs an NVIDIA GPU, and this computation is placed elsewhere; leave "
             "`implementation` None, or ask for 'xla' (the tiled reference) or 'interpret' (the kernels on numpy)"
         )
+    if replicated:
+        problem = dataclasses.replace(problem, deterministic=True)
     nothing_to_do = 0 in x.query.shape or 0 in x.key.shape
     divide = divided is True and not nothing_to_do
 
@@ -231,7 +236,7 @@ def _run(name: str, platform: str, x: Operands, *args: Any, problem: Any, divide
     try:
         launcher: Interpreter | JaxTriton = Interpreter() if wanted == "interpret" else JaxTriton()
     except ImportError as error:
-        if wanted is not None or _first_gpu() is not None:
+        if wanted is not None or _gpus():
             raise
         # lowered for another machine, as by jax.export
         logger.warning(
@@ -329,9 +334,14 @@ class JaxTriton(_Contiguous):
     def __init__(self):
         self.jax_triton = _import_jax_triton()
         library = self.jax_triton.triton_lib
-        self.target = library.triton_kernel_call_lib.get_compute_capability(0)
-        self.descriptors = hasattr(library, "TensorDescriptor")  # from 0.4 on
-        self.multiprocessors: int | None = getattr(_first_gpu(), "core_count", None)
+        gpus = _gpus()
+        _check_kinds(tuple(sorted({gpu.compute_capability for gpu in gpus})))
+        first = gpus[0].local_hardware_id if gpus else 0
+        self.target = library.triton_kernel_call_lib.get_compute_capability(first)
+        self.typed = hasattr(library, "TensorDescriptor")  # results are given by `out_type`: from 0.4 on
+        self.descriptors = self.typed and _launches_gluon(library)
+        # programs of a launch that wait for each other must run at once, on every one of them
+        self.multiprocessors: int | None = min((gpu.core_count for gpu in gpus), default=None)
 
     def launch(self, launch: Launch) -> dict[str, Any]:
         logger.debug("kernel %s", launch)
@@ -339,9 +349,10 @@ class JaxTriton(_Contiguous):
         arguments = [described(i) for i in launch.arrays()]
         scalars, shapes, registers = launch.numbers(), _shapes(launch.allocations()), launch.registers
         options: dict[str, Any] = dict(
-            kernel=launch.kernel, grid=(launch.programs,), num_warps=launch.num_warps, num_stages=launch.num_stages
-        )
-        if self.descriptors:
+            kernel=launch.kernel, grid=(launch.programs,), num_warps=launch.num_warps, num_stages=launch.num_stages,
+            compute_capability=self.target,
+        )  # fmt: skip
+        if self.typed:
             # what is subnormal in float32 would become fp64
             arguments += [0.0 if isinstance(s, float) and abs(s) < SMALLEST_NORMAL else s for s in scalars]
             backend = (
@@ -379,11 +390,20 @@ class JaxTriton(_Contiguous):
         return self.jax_triton.TensorDescriptor(rows.array, shape, strides, block, layout)
 
 
-def _first_gpu() -> Any:
+def _gpus() -> list[Any]:
     try:
-        return jax.local_devices(backend="cuda")[0]
+        return jax.local_devices(backend="cuda")
     except RuntimeError:  # compiled where there is none
-        return None
+        return []
+
+
+@functools.cache
+def _check_kinds(capabilities: tuple[str, ...]) -> None:
+    if len(capabilities) > 1:
+        logger.warning(
+            "this process has GPUs of compute capabilities %s, but JAX lowers a program once for all: kernels are compiled for "
+            "the first; hide those of another kind by CUDA_VISIBLE_DEVICES", " and ".join(capabilities),
+        )  # fmt: skip
 
 
 def _import_triton() -> None:
@@ -409,27 +429,39 @@ def _imported() -> Any:
     """Imported when the first kernel is lowered: it cannot be used beside a jaxlib without CUDA."""
     _import_triton()
     cache = os.environ.get("TRITON_CACHE_DIR")
-    import triton.backends.nvidia.driver as driver
-
-    if not hasattr(driver, "TMA_TF32"):
-        driver.TMA_TF32 = 11  # jax-triton 0.4 reads it, Triton 3.6 lacks it
     try:
+        import triton.backends.nvidia.driver as driver
+
+        if not hasattr(driver, "TMA_TF32"):
+            driver.TMA_TF32 = 11  # jax-triton 0.4 reads it, Triton 3.6 lacks it
         import jax_triton
 
         jax_triton.triton_lib.triton_kernel_call_lib.get_compute_capability  # noqa: B018  (0.4 misses it only where it is used)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             "the kernels cannot be compiled here: jax-triton needs a JAX with CUDA; install that (`jax[cuda12]` or "
-            "`jax[cuda13]`), or ask for `implementation`='xla'"
+            f"`jax[cuda13]`), or ask for `implementation`='xla'; jax-triton {SUPPORTED['jax_triton']} and Triton "
+            f"{SUPPORTED['triton']} are supported"
         ) from error
     finally:  # jax-triton sets or deletes TRITON_CACHE_DIR, which breaks Triton's own launches in this process
         if cache is None:
             os.environ.pop("TRITON_CACHE_DIR", None)
         else:
             os.environ["TRITON_CACHE_DIR"] = cache
-
-    if hasattr(jax_triton.triton_lib, "TensorDescriptor"):
-        from jax_flash_jvp import gluon_launch
-
-        gluon_launch.install(jax_triton.triton_lib)
     return jax_triton
+
+
+def _launches_gluon(library: Any) -> bool:
+    """Whether jax-triton launches the Hopper kernels; else the portable ones run."""
+    with _importing:
+        return _extended(library)
+
+
+@functools.cache
+def _extended(library: Any) -> bool:
+    try:
+        gluon_launch.install(library)
+    except (AttributeError, ImportError) as error:
+        logger.warning("the portable kernels alone run: jax-triton cannot launch those for Hopper: %s", error)
+        return False
+    return True

@@ -1,16 +1,21 @@
 """Eight host devices, no GPU tests without a GPU, and which kernels a function runs."""
 
 import collections
+import contextlib
+import ctypes
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import inspect
 import itertools
 import os
 import pathlib
+import sys
 
 import pytest
 
+import mutants
 import support
 
 HAS_GPU = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
@@ -42,6 +47,33 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+class Memory:
+    """Of this process, in bytes, and how much it may have before what was compiled is forgotten."""
+
+    most = 1_000_000_000
+
+    @staticmethod
+    def resident():
+        pages = pathlib.Path("/proc/self/statm")
+        return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory():
+    """JAX keeps every program that it compiles, some 20 MB each, and Dynamo too: a worker would come to have 8 GB."""
+    yield
+    if Memory.resident() < Memory.most:
+        return
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # of glibc: gives freed memory back
+        ctypes.CDLL(None).malloc_trim(0)
+    Memory.most = max(Memory.most, Memory.resident() + 500_000_000)
 
 
 @pytest.fixture
@@ -135,10 +167,8 @@ def broken_kernels(tmp_path, monkeypatch):
     from jax_flash_jvp.kernels.portable import backward, bias, forward, means, visibility
 
     def replace(module, old, new):
-        source = inspect.getsource(module)
-        assert old in source
         path = tmp_path / "broken.py"
-        path.write_text(source.replace(old, new))
+        path.write_text(mutants.broken(inspect.getsource(module), old, new))
         spec = importlib.util.spec_from_file_location("broken", path)
         broken = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(broken)

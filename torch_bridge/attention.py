@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack, overlo
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack  # private
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.attention.flex_attention import BlockMask
@@ -33,7 +32,7 @@ from jax_flash_jvp.problem import (
     warn_of_window,
     window_of,
 )
-from torch_bridge import rules
+from torch_bridge import private, rules
 from torch_bridge.block_mask import tensor_of
 from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor, known
 from torch_bridge.context import Call, Context, current, of_open
@@ -322,8 +321,10 @@ def _of_block_mask(mask: BlockMask, query: Tensor, key: Tensor, mask_block) -> t
     return tensor_of("attn_mask", mask, (*query.shape[:3], key.shape[-2]))
 
 
-# torch.jit.script cannot compile this package's function, but finds PyTorch's for it.  Private.
-torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
+if (
+    private.register_builtin is not None
+):  # torch.jit.script cannot compile this package's function, but finds PyTorch's for it
+    private.register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
 
 
 def alignment_of(
@@ -467,8 +468,8 @@ def _say_sdpa_kernel() -> None:
 
 
 def _check_underived() -> None:
-    levels = get_interpreter_stack() or ()
-    if forward_ad._current_level >= 0 or any(level.key() != TransformType.Vmap for level in levels):
+    levels = private.interpreter_stack() or ()
+    if forward_ad._current_level >= 0 or any(level.key() != private.TransformType.Vmap for level in levels):
         raise RuntimeError(
             "attention was differentiated in torch.inference_mode, where PyTorch before 2.12 gives zeros for the derivatives "
             "of every operator: use torch.no_grad"

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C import _functorch  # private
 from torch.nn.attention.flex_attention import BlockMask
 
 from jax_flash_jvp.problem import blocks_of
+from torch_bridge.private import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 MULTIPLE = 128  # of queries and keys in a page: the widest tiles of the kernels lie in one
 CHUNK = 2**22  # elements for which a mask_mod is called at once
@@ -61,13 +61,13 @@ def tensor_of(name: str, mask: BlockMask, scores: Sequence[int]) -> tuple[Tensor
 def _refuse_mapped(name: str, *tensors: Tensor) -> None:
     """How many blocks are partial must be known, of all that vmap maps over."""
     for a in tensors:
-        while _functorch.is_functorch_wrapped_tensor(a):
-            if _functorch.is_batchedtensor(a):
+        while is_functorch_wrapped_tensor(a):
+            if is_batchedtensor(a):
                 raise ValueError(
                     f"`{name}` must not be a BlockMask that differs along an axis of vmap: make that axis the batch axis of the "
                     "arrays and of create_block_mask, and call this outside vmap; or pass `key_ranges` or a boolean tensor"
                 )
-            a = _functorch.get_unwrapped(a)
+            a = get_unwrapped(a)
 
 
 def pages_of(tensor: Tensor, page: tuple[int, int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

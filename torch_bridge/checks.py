@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jax_flash_jvp.problem import Operands, check_operands
+from torch_bridge.private import dispatch_modes, is_functorch_wrapped_tensor
 
 
 def check_tensor(name: str, a: Any) -> None:
@@ -18,8 +19,8 @@ def check_tensor(name: str, a: Any) -> None:
 
 def known(a: Tensor) -> list[int] | None:
     """The numbers of a tensor that may be read at once."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()  # private
-    if traced or type(a) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(a):
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or dispatch_modes is None or dispatch_modes()
+    if traced or type(a) is not Tensor or is_functorch_wrapped_tensor(a):
         return None
     return a.flatten().tolist() if a.device.type == "cpu" else None
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from torch_bridge.private import inductor_config, tree_leaves
 
 
 def compare_compiled(step: Callable, *args: Any, parameters: Iterable[Tensor] = (), **options: Any) -> float:
@@ -25,8 +26,6 @@ def compare_compiled(step: Callable, *args: Any, parameters: Iterable[Tensor] = 
       TypeError: `step` returns no tensors.
       ValueError: `parameters` are given, but nothing that `step` returns requires a gradient.
     """
-    from torch._inductor import config
-
     wanted = [p for p in parameters if p.requires_grad]
 
     def run(function: Callable) -> list[Tensor | None]:
@@ -42,7 +41,7 @@ def compare_compiled(step: Callable, *args: Any, parameters: Iterable[Tensor] = 
         return [*(a.detach() for a in results), *gradients]
 
     eager = run(step)
-    with config.patch(fallback_random=True):
+    with inductor_config().patch(fallback_random=True):
         compiled = run(torch.compile(step, **options))
     errors = [_error(a, b) for a, b in zip(compiled, eager, strict=True)]
     return torch.stack(errors).max().item()  # NaN if one is

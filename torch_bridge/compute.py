@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
 
-from torch_bridge import reference, ring
+from torch_bridge import private, reference, ring
 from torch_bridge.options import case_of, ring_of
 from torch_bridge.signatures import OPERATORS, OPTIONS_AT, allocate, gives_gradients, split
 
 logger = logging.getLogger(__name__)
 launches: collections.Counter[str] = collections.Counter()  # by operator, in this process: what tests count
 TRITON = importlib.util.find_spec("triton") is not None  # PyTorch comes without, but on Linux
-VIEWS = torch._C.DispatchKey.ADInplaceOrView
 LOST = (
     "a compiled function that contains attention was called with tangents, inside a forward-mode level (torch.func.jvp or "
     "forward_ad.dual_level), where torch.compile loses the tangents of its inputs (pytorch#187284): open the level "
@@ -34,12 +32,12 @@ def loses_tangents() -> bool:
     frame: types.FrameType | None = sys._getframe(1)
     found = False
     while frame is not None and not (found and frame.f_code.co_name == "compile_wrapper"):
-        # private: Dynamo calls what it compiled through this
-        if frame.f_code.co_name == "_fn" and frame.f_code.co_filename == eval_frame.__file__:
+        # Dynamo calls what it compiled through this
+        if frame.f_code.co_name == "_fn" and frame.f_code.co_filename == private.eval_frame.__file__:
             found, given = True, frame.f_locals.get("args", ())
             # as what calls this need not allow: a Function, a mode
-            with forward_ad._set_fwd_grad_enabled(True), torch._C._SetExcludeDispatchKeyGuard(VIEWS, False):
-                if any(isinstance(a, Tensor) and torch._VF._unpack_dual(a, level=0)[1] is not None for a in given):
+            with private.set_fwd_grad_enabled(True), private.SetExcludeDispatchKeyGuard(private.VIEWS, False):
+                if any(isinstance(a, Tensor) and private.unpack_dual(a, level=0)[1] is not None for a in given):
                     return True
         frame = frame.f_back
     return not found
@@ -58,7 +56,7 @@ def _launch() -> types.ModuleType:
 
 def compute(name: str, *args: Any) -> tuple[Tensor | None, ...]:
     """The results; None for a gradient that is not wanted."""
-    if name == "forward" and args[-1] is True and forward_ad._current_level >= 0 and loses_tangents():  # private
+    if name == "forward" and args[-1] is True and forward_ad._current_level >= 0 and loses_tangents():
         raise RuntimeError(LOST)
     word = ring_of(args[OPTIONS_AT[name]])
     if word is not None:

@@ -6,6 +6,7 @@ its derivatives (`ring.py`), of which the operators learn by a word of their opt
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -87,14 +88,28 @@ class Context(NamedTuple):
         return {"ulysses": _ulysses, "ring": _ring, "all_gather": _all_gather}[strategy](attend, group, call)
 
 
-_open: list[Context | None] = [None]  # the innermost; a list, which compiled functions may change
+# contexts, the innermost last, each with the thread that opened it, or None, which a compiler does not tell
+_open: list[list[Any]] = []
+
+
+def _innermost() -> Context | None:
+    """Of those that this thread opened; where it opened none, as threads in which autograd computes, of all."""
+    if not _open:
+        return None
+    if not torch.compiler.is_compiling():
+        here = threading.get_ident()
+        for context, thread in reversed(_open):
+            if thread in (here, None):
+                return context
+    return _open[-1][0]
 
 
 @contextlib.contextmanager
 def context_parallel(group: Any, strategy: Strategy | None = None, order: Order = "contiguous") -> Iterator[None]:
     """While open, attention of this package takes its tensors for parts of sequences, one in each process of a group, and
     gives the part of the result that belongs to the queries; so do its derivatives, of any mode and order that the strategy
-    has.  For all threads; keep it open over the backward of a checkpointed model, which calls the model again.
+    has.  It holds in this thread, and in those that open none of their own, as autograd's do: keep it open over the backward of
+    a checkpointed model, which calls the model again.  A compiled function takes that which was opened last, by any thread.
 
     The processes hold equal parts, in the order of their ranks in the group, and must call attention alike.  Keys that are not
     cut, as of a text that a video attends to, need no context: open `context_parallel(None)` around such a call.
@@ -112,16 +127,20 @@ def context_parallel(group: Any, strategy: Strategy | None = None, order: Order 
       TypeError: `group` is something else.
     """
     context = None if group is None else context_of("group", group, strategy, order)
-    outer, _open[0] = _open[0], context
+    opened = [context, None if torch.compiler.is_compiling() else threading.get_ident()]
+    _open.append(opened)
     try:
         yield
     finally:
-        _open[0] = outer
+        for i, other in enumerate(_open):  # threads close theirs in any order
+            if other is opened:
+                del _open[i]
+                break
 
 
 def current(group: Any, strategy: Any, order: Any) -> Context | None:
     """The context of a call, by its own arguments or the open manager; None where there is nobody to share with."""
-    context = _open[0]
+    context = _innermost()
     if group is not None:
         context = context_of("context_group", group, strategy, "contiguous" if order is None else order)
     elif strategy is not None or order is not None:
@@ -137,7 +156,7 @@ def current(group: Any, strategy: Any, order: Any) -> Context | None:
 
 def of_open(strategy: Any, order: Any) -> tuple[Strategy | None, Order]:
     """How a sequence is shared by those who are known otherwise: as asked, else as the open context says."""
-    context = _open[0]
+    context = _innermost()
     if context is not None:
         strategy, order = strategy or context.strategy, order or context.group.order
     return _strategy("context_strategy", strategy), _checked("context_order", order or "contiguous")

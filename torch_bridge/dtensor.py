@@ -30,6 +30,7 @@ from torch_bridge.options import (
     with_ranges,
     words_of,
 )
+from torch_bridge.private import get_unwrapped, is_functorch_wrapped_tensor
 from torch_bridge.signatures import BIASES, OPERATORS, gives_gradients, split, strides_by_length
 
 OF_KEYS = ("k", "v", "t_k", "t_v")
@@ -153,7 +154,7 @@ class _Layout:
 @torch.no_grad()
 def _compute(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> tuple[Any, ...]:
     """An operator of attention."""
-    name = op._schema.name.split("::")[1]
+    name = op.name().split("::")[1]
     *_, (selection, is_causal, scale, options, *rest) = split(name, args)
     named = dict(zip(OPERATORS[name].tensors, args, strict=False))
     q, k, v = named["q"], named["k"], named["v"]
@@ -258,8 +259,8 @@ class Distributed(NamedTuple):
 
 def _dtensor(a: Tensor) -> Any:
     """Beneath levels of torch.func, of which a compiler does not tell."""
-    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(a):
-        a = torch._C._functorch.get_unwrapped(a)
+    while not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(a):
+        a = get_unwrapped(a)
     return a
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from torch_bridge.groups import Group, agree, all_gather
 from torch_bridge.operators import filled, library, ops, outside_dynamo
-from torch_bridge.rules import _allow_single_level, _single_level, _SingleLevelFunction, _unpack
+from torch_bridge.private import BelowAutograd, SingleLevelFunction, allow_single_level, make_dual, single_level
+from torch_bridge.rules import _unpack
 from torch_bridge.signatures import by_length, strides_by_length
 
 WIDTH = 6
@@ -109,7 +110,7 @@ def _bytes(a: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ derivatives
 
 
-class _Moved(_SingleLevelFunction):
+class _Moved(SingleLevelFunction):
     """Gives moved tensors their reverse rule, at this level only.  Nothing is saved."""
 
     @staticmethod
@@ -132,19 +133,19 @@ def _rule(*args: Any) -> tuple[Tensor, ...]:
     *tensors, how = args
     primals, tangents = _unpack(tensors)
     both = [a for a in (*primals, *tangents) if a is not None]
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         moved = move(*of_how(how), *both)
     if torch.is_grad_enabled() and any(a.requires_grad for a in both):
-        before = _single_level()
-        _allow_single_level(True)
+        before = single_level()
+        allow_single_level(True)
         try:
             moved = _Moved.apply(how, moved, *both)  # type: ignore[attr-defined]
         finally:
-            _allow_single_level(before)
+            allow_single_level(before)
     results = iter(moved)
     moved_primals, moved_tangents = ([a if a is None else next(results) for a in some] for some in (primals, tangents))
     pairs: Any = zip(moved_primals, moved_tangents, strict=True)
-    return filled([p if t is None else torch._VF._make_dual(p, t, level=0) for p, t in pairs], tensors[0])
+    return filled([p if t is None else make_dual(p, t, level=0) for p, t in pairs], tensors[0])
 
 
 def _fold(info: Any, in_dims: Sequence[Any], *args: Any):

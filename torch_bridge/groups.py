@@ -4,6 +4,7 @@ Operators take no records, so that a group is a word: the order of its parts, an
 """
 
 import urllib.parse
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jax_flash_jvp.context import Order, chunks_of
+from torch_bridge import private
 
 
 class Group(NamedTuple):
@@ -70,8 +72,7 @@ def _permuted(a: Tensor, axis: int, chunks: list[int]) -> Tensor:
 
 
 def _process_group(name: str) -> Any:
-    # private: what functional collectives do
-    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return private.process_group(name)
 
 
 def all_gather(group: Group, result: Tensor, a: Tensor, **options: Any) -> Any:
@@ -79,7 +80,9 @@ def all_gather(group: Group, result: Tensor, a: Tensor, **options: Any) -> Any:
     return gather(result, a, group=group.process_group, **options)
 
 
-_agreed: set[tuple] = set()
+# calls on which a group has agreed, for as long as there is that group
+_agreed: weakref.WeakKeyDictionary[Any, set[tuple]] = weakref.WeakKeyDictionary()
+MOST = 1024  # of a group, which then forgets them all: at the same call in each of its processes, which call alike
 BYTES = 1024  # of a description
 
 
@@ -87,8 +90,8 @@ def agree(group: Group, what: str, tensors: Sequence[Tensor | None]) -> None:
     """Raise a ValueError in every process of the group unless all are about to do the same with tensors that look the same.
     They ask one another at the first such call, since to compare takes as long as a transfer."""
     looks = tuple([None if a is None else (a.dtype, *a.shape) for a in tensors])
-    key = group, what, looks
-    if key in _agreed:
+    agreed, key = _agreed.setdefault(group.process_group, set()), (group.order, what, looks)
+    if key in agreed:
         return
     text = f"{what} of " + ", ".join(
         "x".join(map(str, [*look[1:], str(look[0]).removeprefix("torch.")])) for look in looks if look is not None
@@ -105,4 +108,6 @@ def agree(group: Group, what: str, tensors: Sequence[Tensor | None]) -> None:
             f"the same arguments: pad the sequence to a multiple of {group.size * group.chunks} and hide the padding by "
             f"`key_value_seq_lengths`; got, as they are computed, {listed}"
         )
-    _agreed.add(key)
+    if len(agreed) >= MOST:
+        agreed.clear()
+    agreed.add(key)

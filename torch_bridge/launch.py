@@ -15,6 +15,7 @@ import triton
 
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import DESCRIBED, Blocks, InPlace, Launch, Output, Rows
+from jax_flash_jvp.private import needed, optional
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, unserved
 from torch_bridge import plans
 from torch_bridge.block_mask import booleans, pages_of
@@ -23,16 +24,21 @@ from torch_bridge.reference import Case
 from torch_bridge.signatures import gives_gradients, wants_bias
 
 logger = logging.getLogger(__name__)
+OTHERWISE = (
+    AttributeError,
+    ImportError,
+    KeyError,
+    StopIteration,
+    TypeError,
+)  # where Triton's launcher is not as expected
 
 
 class TorchLauncher:
     """Launches on the device of the tensors, on its current stream."""
 
-    descriptors = True
-
     def __init__(self, device: torch.device):
         self.device = device
-        self.target, self.multiprocessors = _properties(device)
+        self.target, self.multiprocessors, self.descriptors = _properties(device)
         self.launched: list[plans.Launched | plans.Copied] = []  # for a plan
 
     def strides(self, array: torch.Tensor) -> tuple[int, ...]:
@@ -79,17 +85,30 @@ class TorchLauncher:
         results = launch.results(allocated)
         constexprs = [launch.constants[name] for name in kernel.arg_names if name in launch.constants]
         touched = [None if a is None else w for a, w in zip(results.values(), written, strict=True)]
-        again = _again(compiled, programs, [*given, *touched, *constexprs])
         new = [a for name, a in results.items() if isinstance(launch.outputs[name], Output)]
-        self.launched.append(plans.Launched(*again, new))
+        try:
+            again = _again(compiled, programs, [*given, *touched, *constexprs])
+        except OTHERWISE as error:
+            plans.stop(error)
+        else:
+            self.launched.append(plans.Launched(*again, new))
         return results
 
 
 @functools.cache
-def _properties(device: torch.device) -> tuple[int, int]:
-    """(compute capability, multiprocessors)."""
+def _properties(device: torch.device) -> tuple[int, int, bool]:
+    """(compute capability, multiprocessors, whether Triton has the descriptors that the Hopper kernels take)."""
     properties = torch.cuda.get_device_properties(device)
-    return 10 * properties.major + properties.minor, properties.multi_processor_count
+    target = 10 * properties.major + properties.minor
+    descriptors = target == 90 and _tensor_descriptor() is not None
+    if target == 90 and not descriptors:
+        logger.warning("the portable kernels alone run: Triton lacks the descriptors that those for Hopper take")
+    return target, properties.multi_processor_count, descriptors
+
+
+@functools.cache
+def _tensor_descriptor() -> Any:
+    return optional("triton.experimental.gluon.nvidia.hopper.TensorDescriptor")
 
 
 def _on(device: torch.device) -> Any:
@@ -102,11 +121,12 @@ def planned(name: str, args) -> tuple[torch.Tensor | None, ...] | None:
     plan = plans.plans.get(looks)
     if plan is None:
         return None
-    device = looks[1]
-    if device == torch.cuda.current_device():
-        return plans.follow(plan, args, addresses)
-    with torch.cuda.device(device):
-        return plans.follow(plan, args, addresses)
+    with _on(args[0].device):
+        try:
+            return plans.follow(plan, args, addresses)
+        except OTHERWISE as error:  # of what it began nobody has heard
+            plans.stop(error)
+            return None
 
 
 def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor | None, ...] | None:
@@ -124,7 +144,8 @@ def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor | None, 
 
 def _again(compiled, grid: int, arguments: list[Any]) -> tuple[Callable, list[Any]]:
     """What launches a compiled kernel another time, and the arguments that it takes.  Descriptors are taken apart as Triton does
-    at each launch: into the encoded map, which alone depends on the address, then shape and strides."""
+    at each launch: into the encoded map, which alone depends on the address, then shape and strides.  Private in Triton, all of
+    it: where it is otherwise than in 3.6 to 3.9, one of the errors of OTHERWISE."""
     launcher, active = compiled.run, triton.runtime.driver.active
     metadata = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     flat, apart = [], False
@@ -135,7 +156,7 @@ def _again(compiled, grid: int, arguments: list[Any]) -> tuple[Callable, list[An
             apart = True
         else:
             flat.append(a)
-    if apart:  # private, in Triton 3.6 to 3.9: the launcher beneath the function that takes descriptors apart
+    if apart:  # the launcher beneath the function that takes descriptors apart
         launcher = copy.copy(launcher)
         launcher.launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
     device, stream_of, knobs = active.get_current_device(), active.get_current_stream, triton.knobs.runtime
@@ -158,8 +179,7 @@ def _map(make: Callable[[int], list[Any]], address: int) -> Any:
 
 def _encoder(descriptor, metadata) -> Callable[[int], list[Any]]:
     """Of descriptors like this one, from the address of their tensor."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
+    make_tensordesc_arg = needed("triton.backends.nvidia.driver.make_tensordesc_arg")
     fields = dict(vars(descriptor), base=None)
     more = ((),) if len(inspect.signature(make_tensordesc_arg).parameters) == 3 else ()  # from Triton 3.8 on
 
@@ -171,12 +191,10 @@ def _encoder(descriptor, metadata) -> Callable[[int], list[Any]]:
 
 
 def _descriptor(rows: Rows | Blocks) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     if rows.array is None:
         return None
     shape, strides, block = rows.view(rows.array.stride())
-    return TensorDescriptor(rows.array, [*shape], [*strides], [*block], _layout(block, rows.array.dtype))
+    return _tensor_descriptor()(rows.array, [*shape], [*strides], [*block], _layout(block, rows.array.dtype))
 
 
 @functools.cache

@@ -5,12 +5,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import get_eval_frame_callback  # private
-from torch._dynamo.decorators import skip  # private too: this frame alone is not traced
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_bridge.compute import compute
 from torch_bridge.flops import flops
+from torch_bridge.private import get_eval_frame_callback, skip
 from torch_bridge.signatures import BIASES, OPERATORS, allocate, gives_gradients, split, wants_bias
 
 library = torch.library.Library("torch_bridge", "DEF")
@@ -20,6 +19,8 @@ ops = torch.ops.torch_bridge
 def outside_dynamo(function: Callable) -> Callable:
     """torch.compiler.disable, which costs a microsecond even where nothing is compiled."""
     disabled = torch.compiler.disable(function)
+    if skip is None or get_eval_frame_callback is None:
+        return disabled
     return skip(lambda *args: (function if get_eval_frame_callback() is None else disabled)(*args))
 
 

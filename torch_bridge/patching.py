@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from torch_bridge.attention import scaled_dot_product_attention
+from torch_bridge.private import NN
 
 
 class _Patch:
@@ -73,7 +74,7 @@ def _held() -> tuple[int, int]:
 def _places() -> list[tuple[dict, str]]:
     """Where modules hold PyTorch's function."""
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    modules = [module for module in modules if module is not torch._C._nn]  # where pickle finds it
+    modules = [module for module in modules if module is not NN]  # where pickle finds it
     # not module.__dict__: some answer for themselves, and load what is asked for
     loaded = [object.__getattribute__(module, "__dict__") for module in modules]
     return [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]

@@ -7,6 +7,7 @@ rounded or cast a tensor has none.  A call by a plan allocates its results, each
 another in one piece.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jax_flash_jvp.private import SUPPORTED, version
 from jax_flash_jvp.problem import Precision
+
+logger = logging.getLogger(__name__)
 
 
 class Mapped(NamedTuple):
@@ -89,8 +93,23 @@ MOST_PLANS = 4096
 ALIGNED = 256  # bytes; kernels are compiled for multiples of 16
 
 
+class _Kept:
+    plans = True
+
+
+def stop(error: Exception) -> None:
+    """Triton launches kernels in another way than plans do: from now on it launches those of every call."""
+    if _Kept.plans:
+        logger.warning(
+            "every call of attention is prepared anew, which takes its host longer: Triton %s launches kernels otherwise than "
+            "%s do: %r", version("triton"), SUPPORTED["triton"], error,
+        )  # fmt: skip
+    _Kept.plans = False
+    plans.clear()
+
+
 def keep(looks: tuple, plan: Plan | None) -> None:
-    if plan is None:
+    if plan is None or not _Kept.plans:
         return
     if len(plans) >= MOST_PLANS:
         plans.clear()

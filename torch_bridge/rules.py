@@ -20,34 +20,20 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
-from torch.autograd.function import _SingleLevelFunction  # private: what torch.func makes of a Function for one level
 
-from torch_bridge import compute, reference
+from torch_bridge import compute, private, reference
 from torch_bridge.operators import filled, library, ops, outside_dynamo
 from torch_bridge.options import case_of
+from torch_bridge.private import BelowAutograd, make_dual, unpack_dual
 from torch_bridge.signatures import split
 
 NONE = (None,) * 4
 _NEITHER = None, None
-_unpack_dual, _make_dual = (
-    torch._VF._unpack_dual,
-    torch._VF._make_dual,
-)  # private: those of forward_ad, without the wrapping
-# private too
-_modes, _levels = torch._C._len_torch_dispatch_stack, _functorch.peek_interpreter_stack
-_in_mode, _VMAP_MODE = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._dispatch_key_parse("VmapMode")
-_included = torch._C._dispatch_tls_local_include_set
-_excluded, _AUTOGRAD = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C._dispatch_key_parse("AutogradCUDA")
-_profiled = torch._C._autograd._profiler_enabled
 # the keys that a thread includes while no mode, level or tracer is active, and while levels of torch.func alone are
-_keys = lambda *names: sum(torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)).raw_repr() for name in names)
-_EAGER = _keys("BackendSelect", "ADInplaceOrView")
-_IN_LEVELS = _EAGER + _keys("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode")
-_single_level, _allow_single_level = (
-    _functorch.get_single_level_autograd_function_allowed,
-    _functorch.set_single_level_autograd_function_allowed,
-)
+if private.SHORT_CUTS:
+    _AUTOGRAD = private.dispatch_key("AutogradCUDA")
+    _EAGER = private.keys("BackendSelect", "ADInplaceOrView")
+    _IN_LEVELS = _EAGER + private.keys("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode")
 INSIDE = (
     "a second derivative of attention was taken in reverse mode while the forward_ad.dual_level of its inputs is open: "
     "close the level before you call backward, or use torch.func.jvp and torch.func.grad"
@@ -73,7 +59,7 @@ def _some(tensors) -> bool:
 
 def _unpack(tensors):
     """Primals and tangents.  Level 0 by name: compiled graphs open it in C++, where forward_ad would not see it."""
-    pairs = [_NEITHER if t is None else _unpack_dual(t, level=0) for t in tensors]
+    pairs = [_NEITHER if t is None else unpack_dual(t, level=0) for t in tensors]
     return tuple([p for p, _ in pairs]), tuple([t for _, t in pairs])
 
 
@@ -82,18 +68,18 @@ def _pack(primals, tangents, inputs=NONE):
     n, both = len(primals), (*primals, *tangents)
     if _some(inputs):
         # other tensors: of one that goes in and out, a Function would cut the history at the levels below
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             outputs = [t if t is None else t.view_as(t) for t in both]
         both = _record(_refuse, outputs, both, inputs)
     pairs = zip(both[:n], both[n:], strict=True)
-    return tuple(p if t is None or p.dim() == 1 else _make_dual(p, t, level=0) for p, t in pairs)
+    return tuple(p if t is None or p.dim() == 1 else make_dual(p, t, level=0) for p, t in pairs)
 
 
 def _alone(args) -> bool:
     """Whether each tensor is no more than it seems."""
     for a in args:
         if type(a) in _PLAIN:
-            if a.is_neg() or a._is_zerotensor() or _functorch.is_functorch_wrapped_tensor(a):
+            if a.is_neg() or a._is_zerotensor() or private.is_functorch_wrapped_tensor(a):
                 return False
         elif isinstance(a, Tensor):
             return False
@@ -106,49 +92,51 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 def _from_above(name, *args):
     """The operator, None for a gradient that is not wanted.  On a GPU without the dispatcher, unless somebody may be listening
     there: a mode, a tracer, a level of torch.func, a profiler, or a tensor that is more than one."""
-    if compute.on_nvidia(args[0]) and _included().raw_repr() == _EAGER and _unheard() and _alone(args):
+    if not private.SHORT_CUTS or not compute.on_nvidia(args[0]):
+        return getattr(ops, name)(*args)
+    if private.included().raw_repr() == _EAGER and _unheard() and _alone(args):
         return RULES[name](*args, below=_straight_below)
     return getattr(ops, name)(*args)
 
 
 def _unheard() -> bool:
-    return not _excluded(_AUTOGRAD) and not _profiled()
+    return not private.excluded(_AUTOGRAD) and not private.profiled()
 
 
 def _from_jvp(args, with_lse):
     """forward inside a torch.func.jvp that is the only level, as that level would have it computed, but by one way through the
     dispatcher in place of four.  None where it is not so, or somebody may be listening."""
-    top = _levels()
-    if top.key() != _functorch.TransformType.Jvp or top.level() != 1 or not _unheard():
+    top = private.levels()
+    if top.key() != private.TransformType.Jvp or top.level() != 1 or not _unheard():
         return None
-    if not (torch._C._is_fwd_grad_enabled() and _functorch.CJvpInterpreterPtr(top).prevFwdGradMode()):
+    if not (private.is_fwd_grad_enabled() and private.CJvpInterpreterPtr(top).prevFwdGradMode()):
         return None
     q, k, v, mask, selection, *static = args
     x = (q, k, v, mask)
     tx = _unpack(x)[1]
     # primals as they lie beneath, not as unpacked: autograd has one node less for each
-    beneath = lambda tensors: [_functorch.get_unwrapped(a) if _wrapped(a) else a for a in tensors]
+    beneath = lambda tensors: [private.get_unwrapped(a) if _wrapped(a) else a for a in tensors]
     x, tx, (selection,) = beneath(x), beneath(tx), beneath([selection])
     if not _some(tx) or not compute.on_nvidia(x[0]) or not _alone((*x, *tx, selection)):
         return None
-    level = _functorch.pop_dynamic_layer_stack()
+    level = private.pop_dynamic_layer_stack()
     try:
         # beneath there are no tangents: PyTorch has one level of forward_ad, which this jvp took
         results = _dual(x, tx, (selection, *static), below=_straight_below)
     finally:
-        _functorch.push_dynamic_layer_stack(level)
-    o, lse, t_o, mu = (_functorch._wrap_for_grad(a, 1) for a in results)
-    return _make_dual(o, t_o, level=0), _make_dual(lse, mu, level=0) if with_lse else None
+        private.push_dynamic_layer_stack(level)
+    o, lse, t_o, mu = (private.wrap_for_grad(a, 1) for a in results)
+    return make_dual(o, t_o, level=0), make_dual(lse, mu, level=0) if with_lse else None
 
 
 def _wrapped(a) -> bool:
-    return a is not None and _functorch.maybe_get_level(a) == 1
+    return a is not None and private.maybe_get_level(a) == 1
 
 
 @outside_dynamo
 def forward(args, with_lse: bool):
     """(o, ℓ) of an eager call; ℓ may be None unless it is asked for."""
-    if _included().raw_repr() == _IN_LEVELS:
+    if private.SHORT_CUT_OF_JVP and private.included().raw_repr() == _IN_LEVELS:
         results = _from_jvp(args, with_lse)
         if results is not None:
             return results
@@ -159,18 +147,22 @@ def _below(name, *args):
     """The operator beneath this key, None for a gradient that is not wanted.  On a GPU without the dispatcher, which takes as
     long as a launch, unless somebody may be listening there: a mode, a level of torch.func, the older vmap, or a tensor that
     is more than one.  A profiler then sees the operator above and the kernel."""
-    if compute.on_nvidia(args[0]) and _modes() == 0 and _levels() is None and not _in_mode(_VMAP_MODE) and _alone(args):
+    if private.SHORT_CUTS and compute.on_nvidia(args[0]) and _unlayered() and _alone(args):
         return _straight_below(name, *args)
-    with torch._C._AutoDispatchBelowAutograd():  # private: what every kernel at the Autograd key does
+    with BelowAutograd():
         return getattr(ops, name)(*args)
 
 
+def _unlayered() -> bool:
+    return private.dispatch_modes() == 0 and private.levels() is None and not private.in_mode(private.VMAP_MODE)
+
+
 def _straight_below(name, *args):
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         return compute.compute(name, *args)
 
 
-class _Record(_SingleLevelFunction):
+class _Record(private.SingleLevelFunction):
     """Gives computed `outputs` the reverse rule pullback(inputs, outputs, kept, cotangents, wanted), at this level only: a
     Function would visit every level."""
 
@@ -194,14 +186,16 @@ class _Record(_SingleLevelFunction):
 def _record(pullback, outputs, inputs, kept=()):
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return outputs
-    if _in_mode(_VMAP_MODE) and any(t is not None and p.requires_grad for p, t in zip(*_unpack(kept), strict=True)):
+    if private.in_mode(private.VMAP_MODE) and any(
+        t is not None and p.requires_grad for p, t in zip(*_unpack(kept), strict=True)
+    ):
         raise RuntimeError(VECTORIZED)
-    before = _single_level()
-    _allow_single_level(True)
+    before = private.single_level()
+    private.allow_single_level(True)
     try:
         return _Record.apply(pullback, filled(outputs, inputs[0]), kept, *inputs)
     finally:
-        _allow_single_level(before)
+        private.allow_single_level(before)
 
 
 def _refuse(inputs, outputs, kept, cotangents, wanted):

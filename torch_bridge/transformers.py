@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -27,6 +26,7 @@ from transformers.masking_utils import (
 )
 
 from torch_bridge.attention import attend, options_of
+from torch_bridge.private import is_functorch_wrapped_tensor
 
 NAMES = ("flash_jvp", "jvp_attention")
 # models of which a part alone calls attention by name: others add what `mask` gives to scores
@@ -81,7 +81,7 @@ def mask(*, mask_function: Callable = causal_mask_function, **asked: Any) -> Ten
 
 
 def _unreadable(a: Tensor) -> bool:
-    return torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(a)
+    return torch.compiler.is_compiling() or is_functorch_wrapped_tensor(a)
 
 
 def _seen(function: Callable, keys: int) -> Causal | None:

@@ -23,7 +23,10 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
         gpu = f"sm_{launcher.target}" if isinstance(launcher.target, int) else "interpreted"
         logger.debug("the portable kernels run: those for Hopper need sm_90, and this is %s", gpu)
         return portable
-    from jax_flash_jvp.kernels.hopper import config  # needs Gluon, which other GPUs do without
+    if not launcher.descriptors and problem.implementation != "hopper":
+        logger.debug("the portable kernels run: those for Hopper need TMA descriptors, which this launcher has not")
+        return portable
+    from jax_flash_jvp.kernels.hopper import config  # needs Gluon, which others do without
     from jax_flash_jvp.kernels.hopper import jobs as hopper
 
     reason = config.unserved(launcher, problem, x) if d_o else "a cotangent of the log-sum-exp alone"

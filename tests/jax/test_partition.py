@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import oracle
 from jax_flash_jvp import dot_product_attention, launch, partition
+from jax_flash_jvp.kernel_primitive import KernelPrimitive, axes_of, result
 from recorded import launches_of, record_launches
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
@@ -98,6 +99,21 @@ def test_devices_that_compute_the_same_get_the_same_bits(spec, alike, inside, mo
     function = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec) if inside else attend
     jax.jit(jax.grad(lambda *x: jnp.sin(function(*x)).sum(), (0, 1, 2))).lower(*put).compile()
     assert deterministic[-1] == alike  # the one that XLA asks for as it divides the program
+
+
+def test_a_kernel_that_is_no_attention_hears_that_devices_compute_the_same():
+    heard = []
+
+    def doubled(a, *, divided, replicated):
+        heard.append(replicated)
+        return 2 * a
+
+    kernel = KernelPrimitive("doubled", lambda a: result(a.shape, a.dtype, a, axes_of(a)), {"default": doubled}, None)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    for spec in (PartitionSpec("x"), PartitionSpec("x", "y")):
+        got = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones((2, 2)))
+        np.testing.assert_array_equal(got, 2 * np.ones((2, 2)))
+    assert heard == [True, False]
 
 
 @pytest.mark.parametrize("context", NAMES)

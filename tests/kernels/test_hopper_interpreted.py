@@ -31,6 +31,21 @@ def draw(seed, *shape):
     return oracle.normal(seed, *shape).astype(jnp.bfloat16)
 
 
+_known = {}
+
+
+def by_reference(job, problem, arrays, static):
+    """(In float32, in the dtype of the arrays): once for all kernels, broken ones among them, that are given the same."""
+    leaves, tree = jax.tree.flatten(arrays)
+    looks = ((a.shape, str(a.dtype), hash(np.asarray(a).tobytes())) for a in leaves)
+    key = job.__name__, problem, tree, *static.items(), *looks
+    if key not in _known:
+        wide = lambda a: jnp.asarray(a, None if a.dtype in (np.int32, bool) else jnp.float32)
+        results = (job(*jax.tree.map(convert, arrays), problem, **static) for convert in (wide, jnp.asarray))
+        _known[key] = jax.tree.map(np.asarray, tuple(results))
+    return _known[key]
+
+
 def check(problem, x, tx, want=(True,) * 3, want_tangent=(True,) * 3, launcher=None):
     """Every job, on the same arrays: as near to the reference in float32 as the reference in the dtype of x is.  What the
     kernels see holds NaN past the lengths."""
@@ -48,12 +63,10 @@ def check(problem, x, tx, want=(True,) * 3, want_tangent=(True,) * 3, launcher=N
         for i in range(2)
     )
 
-    def near(got, by_reference, *arrays):
-        wide = lambda a: jnp.asarray(a, None if a.dtype in (np.int32, bool) else jnp.float32)
-        exact = by_reference(*jax.tree.map(wide, arrays), problem)
-        naive = by_reference(*jax.tree.map(jnp.asarray, arrays), problem)
+    def near(got, job, *arrays, of=lambda results: results, **static):
+        exact, naive = map(of, by_reference(job, problem, arrays, static))
         oracle.assert_close(got, exact, naive)
-        return jax.tree.map(np.asarray, naive)
+        return naive
 
     torn_x, torn_tx = x._replace(**dict(zip(QKV, torn(x[:3]), strict=True))), Operands(*torn(tx[:3]))
     torn_cy, torn_tcy = ((*torn(c[:1]), c[1]) for c in (cy, tcy))
@@ -62,21 +75,16 @@ def check(problem, x, tx, want=(True,) * 3, want_tangent=(True,) * 3, launcher=N
     if dual:
         o, lse, *ty = jobs.forward(launcher, problem, torn_x, torn_tx)
         _, ty = near(((o, lse), tuple(ty)), reference.forward_dual, x, tx)
-        near(
-            jobs.tangent(launcher, problem, torn_x, y[1], torn_tx),
-            lambda *args: reference.forward_dual(*args)[1],
-            x,
-            tx,
-        )
+        got = jobs.tangent(launcher, problem, torn_x, y[1], torn_tx)
+        near(got, reference.forward_dual, x, tx, of=lambda results: results[1])
     want, want_tangent = (*want, False), (*want_tangent, False)
     if any(want):
         got = jobs.backward(launcher, problem, torn_x, y, torn_cy, want)
-        near(got, functools.partial(reference.backward, want=want), x, y, cy)
+        near(got, reference.backward, x, y, cy, want=want)
     if dual:
         along = torn_tx, ty, torn_tcy
         got = jobs.backward_dual(launcher, problem, torn_x, y, torn_cy, along, want, want_tangent)
-        by_reference = functools.partial(reference.backward_dual, want=want, want_tangent=want_tangent)
-        near(got, by_reference, x, y, cy, (tx, ty, tcy))
+        near(got, reference.backward_dual, x, y, cy, (tx, ty, tcy), want=want, want_tangent=want_tangent)
 
 
 def operands(shape, seed=0):

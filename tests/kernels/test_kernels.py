@@ -13,6 +13,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gluon_on_numpy
 import oracle
 from jax_flash_jvp import dot_product_attention, interpret
 from jax_flash_jvp.kernels.portable import backward, forward, scores, visibility
@@ -291,6 +292,15 @@ def test_broken_kernels_fail(module, old, new, shape, broken_kernels):
     broken_kernels(module, old, new)
     with pytest.raises(AssertionError, match="error"):
         check(shape, "float32", functools.partial(attention))  # another function, to be compiled anew
+
+
+@pytest.mark.parametrize("old", ["# what is not there", "# [BM"], ids=["nowhere", "comment"])
+def test_a_text_that_no_kernel_has_breaks_none(old, broken_kernels):
+    """Else its test would go on to pass, or fail for no reason that one sees."""
+    with pytest.raises(LookupError, match="no kernel is broken"):
+        broken_kernels(forward, old, "#")
+    with pytest.raises(LookupError, match="no kernel is broken"):
+        gluon_on_numpy.emulated(old, "#")
 
 
 @pytest.mark.parametrize("shape", [PLAIN, CAUSAL], ids=str)

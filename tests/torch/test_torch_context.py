@@ -1,7 +1,11 @@
 """One sequence in several processes against one process: values and derivatives, which operators run, errors, failures."""
 
+import concurrent.futures
+import gc
 import multiprocessing
+import threading
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 
 import torch_group  # noqa: E402
 import torch_group_programs as programs  # noqa: E402
-from torch_bridge import context_parallel, reorder_zigzag, restore_zigzag, zigzag_positions  # noqa: E402
+from torch_bridge import context, context_parallel, groups, reorder_zigzag, restore_zigzag, zigzag_positions  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
@@ -109,3 +113,74 @@ def test_errors_without_processes():
         sdpa(x, x, x, context_strategy="ring")
     with context_parallel(None):
         assert torch.equal(sdpa(x, x, x), x)
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Contexts by name, of two processes that nobody needs to have started."""
+    group = lambda name: groups.Group(name, 2, 0)
+    monkeypatch.setattr(context, "context_of", lambda _, name, strategy, order: context.Context(group(name), strategy))
+    return lambda: None if (found := context.current(None, None, None)) is None else found.group.name
+
+
+def test_contexts_of_threads_do_not_cross(named):
+    """Each has its own, in whatever order they close; a thread that opens none, as autograd's, takes the innermost of all."""
+
+    def other():
+        with context_parallel("b"):
+            assert named() == "b"
+            steps.wait()  # both are open
+            steps.wait()  # "a" is closed
+            with context_parallel(None):
+                assert named() is None
+            assert named() == "b"
+            return "passed"
+
+    steps = threading.Barrier(2, timeout=60)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        with context_parallel("a"):
+            result = threads.submit(other)
+            steps.wait()
+            assert named() == "a"
+        with context_parallel("c"):
+            assert named() == "c"
+        steps.wait()
+        assert result.result() == "passed"
+        with context_parallel("d"):
+            assert threads.submit(named).result() == "d"
+    assert named() is None
+
+
+def test_compiled_functions_open_contexts(named):
+    @partial(torch.compile, backend="eager", fullgraph=True)
+    def inside(x):
+        with context_parallel("b"):
+            first = x + len(named())
+        return first, context.current(None, None, None) is None
+
+    x = torch.zeros(1)
+    assert inside(x)[1]
+    with context_parallel("a"):
+        assert not inside(x)[1]
+        assert named() == "a"
+    assert named() is None
+
+
+def test_what_a_group_agreed_on_is_bounded(monkeypatch):
+    class Processes:
+        pass
+
+    asked, before = [], len(groups._agreed)
+    group, other = groups.Group("one", 2, 0), groups.Group("other", 2, 0)
+    found = {"one": Processes(), "other": Processes()}
+    monkeypatch.setattr(groups.private, "process_group", found.get)
+    monkeypatch.setattr(groups, "MOST", 2)
+    monkeypatch.setattr(groups, "all_gather", lambda group, result, a: asked.append(group) or result.copy_(a.repeat(2)))
+    for what in "aabbacab":
+        groups.agree(group, what, [torch.zeros(1)])
+        groups.agree(other, "a", [torch.zeros(1)])  # of which each group remembers its own
+    assert asked.count(other) == 1
+    assert asked.count(group) == 5  # a b c, and anew a b
+    del found["one"]
+    gc.collect()
+    assert len(groups._agreed) == before + 1

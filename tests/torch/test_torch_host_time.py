@@ -1,6 +1,7 @@
 """What an eager call on a GPU spares its host: the dispatcher, where nobody listens there, and allocations."""
 
 import collections
+import contextlib
 import types
 
 import pytest
@@ -184,6 +185,7 @@ def test_a_call_by_a_plan_allocates_its_results_and_one_piece_more(name):
 
 
 def test_what_is_made_of_addresses_is_kept(monkeypatch):
+    """Of a training that sees ever new addresses no more than so many fill the memory."""
     plans = pytest.importorskip("torch_bridge.plans")
     monkeypatch.setattr(plans.Addressed, "MOST", 2)
     made = []
@@ -194,43 +196,80 @@ def test_what_is_made_of_addresses_is_kept(monkeypatch):
     assert len(maps) == 1
 
 
-def test_descriptors_are_encoded_once_for_an_address(monkeypatch):
-    """Only the encoded map is made anew for another address; shape and strides stay."""
-    plans, launch = (pytest.importorskip(f"torch_bridge.{name}") for name in ("plans", "launch"))
-    from triton.backends.nvidia import driver
+def fails(*args):
+    raise TypeError("the launcher takes other arguments")
 
-    def make_tensordesc_arg(descriptor, metadata, base):
-        return [(descriptor.base.data_ptr(), metadata), *descriptor.shape, *descriptor.strides]
 
-    def wrapped():
-        launcher = lambda *args: args  # where Triton keeps what it calls in the end
-        return lambda *args: launcher(*args)
+@pytest.mark.parametrize("beneath", [None, fails, lambda *args: OTHERS], ids=["none", "plain", "closure"])
+def test_a_launcher_that_takes_descriptors_apart_otherwise_is_noticed(beneath, monkeypatch):
+    launch = pytest.importorskip("torch_bridge.launch")
+    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(launch.triton.runtime, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "_encoder", lambda descriptor, metadata: lambda address: ["map", 2, 3])
+    run = types.SimpleNamespace(launch=beneath) if beneath else types.SimpleNamespace()
+    compiled = types.SimpleNamespace(run=run, metadata=types.SimpleNamespace(tensordesc_meta=["meta"]))
+    with pytest.raises(launch.OTHERWISE):
+        launch._again(compiled, 7, [types.SimpleNamespace(base=torch.zeros(2, 3), block_shape=[1, 1])])
 
-    ran = []
 
-    class Launcher:
-        launch = wrapped()
+class Doubles:
+    """A kernel, and what Triton would give of it once it is compiled: all that `_again` knows of."""
 
-        def __call__(self, *args):
-            ran.append((self.launch, args))
+    arg_names = ("A", "OUT")
+    __name__ = "doubles"
 
-    Compiled = types.SimpleNamespace
-    compiled = Compiled(
-        run=Launcher(), metadata=Compiled(tensordesc_meta=["meta"]), function="function", packed_metadata="packed"
-    )
-    active = Compiled(get_current_device=lambda: 0, get_current_stream=lambda device: "stream")
-    monkeypatch.setattr(driver, "make_tensordesc_arg", make_tensordesc_arg)
-    monkeypatch.setattr(launch.triton, "runtime", Compiled(driver=Compiled(active=active)))
-    base = torch.zeros(2, 3)
-    descriptor = Compiled(base=base, shape=[2, 3], strides=[3, 1], block_shape=[1, 1])
-    run, arguments = launch._again(compiled, 7, [descriptor, 0.5, base, None])
-    assert arguments[1:] == [2, 3, 3, 1, 0.5, base, None]
-    assert arguments[0].tensor is base
-    assert arguments[0].make(48) == (48, "meta")
-    step = plans._launch(plans.Launched(run, arguments, []), {base.data_ptr(): 4})
-    assert (step.pointers, [a[:2] for a in step.addressed]) == ([(6, 4)], [(0, 4)])
-    run(["map", 2, 3, 3, 1, 0.5, 64, None])
-    ((beneath, args),) = ran
-    assert beneath("it") == ("it",)
-    assert beneath is not Launcher.launch
-    assert args == (7, 1, 1, "stream", "function", "packed", None, None, None, "map", 2, 3, 3, 1, 0.5, 64, None)
+    def __init__(self, **compiled):
+        self.compiled = types.SimpleNamespace(
+            run=lambda *args: self.double(*args[-2:]), metadata=None, function=None, packed_metadata=None
+        )
+        vars(self.compiled).update(compiled)
+
+    def __getitem__(self, grid):
+        def launch(a, out, **options):
+            self.double(a, out)
+            return self.compiled
+
+        return launch
+
+    def double(self, a, out):
+        out.copy_(2 * a)
+
+
+OTHERS = {  # what a plan needs of Triton, taken away or changed
+    "compiled": lambda patch, launch, kernel: setattr(kernel, "compiled", None),
+    "run": lambda patch, launch, kernel: delattr(kernel.compiled, "run"),
+    "metadata": lambda patch, launch, kernel: delattr(kernel.compiled, "metadata"),
+    "driver": lambda patch, launch, kernel: patch.delattr(launch.triton.runtime, "driver"),
+    "knobs": lambda patch, launch, kernel: patch.delattr(launch.triton, "knobs"),
+    "arguments": lambda patch, launch, kernel: setattr(kernel.compiled, "run", fails),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_where_tritons_launcher_is_otherwise_it_launches_every_call(other, monkeypatch, caplog):
+    launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
+    from jax_flash_jvp.kernels.launcher import Launch, Output
+
+    kernel = Doubles()
+    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(launch.triton.runtime, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "_properties", lambda device: (80, 132, False))
+    monkeypatch.setattr(launch, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(plans, "plans", {})
+    monkeypatch.setattr(plans._Kept, "plans", True)
+    OTHERS[other](monkeypatch, launch, kernel)
+
+    def run(launcher, name, case, **groups):
+        job = Launch(kernel, 1, dict(A=groups["x"][0]), {}, dict(OUT=Output((3,), "float32")), {}, 4, 1)
+        return [launcher.launch(job)["OUT"]]
+
+    monkeypatch.setattr(launch, "run", run)
+    for seed in range(3):
+        a = normal(3, seed=seed, dtype=torch.float32)
+        args = [a, a, a, None, None, False, 0.3, "", False]
+        results = launch.planned("forward", args)
+        if results is None:
+            results = launch.computed("forward", args, dict(x=(a,)), reference.Case(Problem(0.3)))
+        assert torch.equal(results[0], 2 * a)
+    assert plans.plans == {}
+    assert caplog.text.count("every call of attention is prepared anew") == 1
