@@ -36,6 +36,7 @@ from torch_bridge import private, rules
 from torch_bridge.block_mask import tensor_of
 from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor, known
 from torch_bridge.context import Call, Context, current, of_open
+from torch_bridge.nested import attend_nested
 from torch_bridge.operators import ops
 from torch_bridge.options import CODE, select, words_of
 
@@ -230,8 +231,6 @@ def scaled_dot_product_attention(
         )  # fmt: skip
     context = context_of_call(query, context_group, context_strategy, context_order)
     if getattr(query, "is_nested", False):
-        from torch_bridge.nested import attend_nested  # which imports this module
-
         absent = dict(
             attn_mask=attn_mask, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids, key_ranges=key_ranges,

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from jax_flash_jvp import visibility
 from jax_flash_jvp.problem import warn_of_window, window_of
 from torch_bridge.checks import check_flag, check_tensor, known
-from torch_bridge.varlen import blank, counted
+from torch_bridge.packing import blank, counted
 
 
 def attend_nested(attend: Callable, query: Any, key: Any, value: Any, absent: dict[str, Any], **options: Any) -> Any:

@@ -11,6 +11,7 @@ from jax_flash_jvp.problem import SELECTORS, check_cu_seqlens
 from torch_bridge.attention import attend, context_of_call, options_of
 from torch_bridge.checks import check_devices, check_flag, check_integers, check_number, check_tensor, known
 from torch_bridge.flash_attn import Results, window_from
+from torch_bridge.packing import blank, counted
 
 LENGTHS = ("query_lengths", "key_lengths")
 
@@ -178,16 +179,3 @@ def flash_attn_varlen_func(
     if not return_attn_probs:
         return o
     return o, blank(log_sum_exp[0, ..., None], of_queries, -torch.inf)[..., 0], None
-
-
-def counted(tokens: int, edges: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """Which tokens of packed sequences count, where only the first so many of each do; None: all."""
-    if lengths is None:
-        return None
-    own = visibility.documents(tokens, edges, lengths=lengths, key_lengths=lengths, like=edges)[0, 0, :, 0]
-    return own[:, 0] < own[:, 1]
-
-
-def blank(a: Tensor, counts: Tensor | None, fill: float = 0) -> Tensor:
-    """[…, tokens, channels] with `fill` where tokens do not count; what lies there, or in its cotangent, goes nowhere."""
-    return a if counts is None else a.masked_fill(~counts[:, None], fill)
