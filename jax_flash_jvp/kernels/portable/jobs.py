@@ -18,14 +18,15 @@ from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
 from jax_flash_jvp.kernels.portable import means as mean_kernels
-from jax_flash_jvp.kernels.portable import visibility
-from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, product, short, tile
+from jax_flash_jvp.kernels.portable import shares, visibility
+from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, fitted, lighter, product, short, tile
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
 ALIGNED = 16  # elements; what Triton makes use of
 ROW_MEANS_FROM = (
     1024  # keys, where every query sees every one: a mean key of each row costs little there, and sums are longer
 )
+SCORE_PROGRAMS = 8  # of the gradient of a bias, for each multiprocessor, which runs two to four at a time
 
 
 def axes_of(array: Any, query_heads: int, key_heads: int) -> Axes:
@@ -158,7 +159,9 @@ class PortableCall:
         found = tile(job, self.widest, self.dtype, self.problem.precision, target)
         if self.features.bias.present or self.features.dropout or self.features.cap:
             found = lighter(found, job)
-        return short(found, job, self.widest, self.dtype, target) if self.features.tiles.present else found
+        if self.features.tiles.present:
+            found = short(found, job, self.widest, self.dtype, target)
+        return fitted(found, job, self.query_length, self.key_length)
 
     def run(
         self,
@@ -279,6 +282,12 @@ class PortableCall:
             )  # fmt: skip
         return KeyMeans(got["MEAN"], got["T_MEAN"], common)
 
+    def shares(self, programs: int, each: int, steps: int, least: int, floats: int) -> int:
+        """See `shares.number`; they take no more memory than the operands."""
+        size = 4 if self.dtype == "float32" else 2
+        operands = size * sum(math.prod(a.shape) for a in self.x[:3])
+        return shares.number(self.launcher, programs, each, steps, least, floats, operands)
+
     def query_programs(self, tile: Tile) -> int:
         return triton.cdiv(self.query_length, tile.block_m) * self.batch * self.query_heads
 
@@ -396,17 +405,25 @@ def _bias_gradients(
         shared = dict(n_b=call.batch // bias.shape[0], n_h=call.query_heads // bias.shape[1])
     else:
         shape, of_sums, shared = (call.batch, call.query_heads, call.key_length), "float32", dict(n_b=1, n_h=1)
-    blocks = triton.cdiv(call.query_length, tile.block_m) if by_row else 1
+    blocks = triton.cdiv(call.query_length, tile.block_m)
+    programs = triton.cdiv(call.key_length, tile.block_n) * shape[0] * shape[1] * (blocks if by_row else 1)
+    steps = shared["n_b"] * shared["n_h"] if by_row else blocks
+    n_shares = call.shares(programs, SCORE_PROGRAMS, steps, 1, math.prod(shape))
+    if n_shares > 1:
+        shape, of_sums = (n_shares, *shape), "float32"
     launch = Launch(
-        bias_kernels.score_side, blocks * triton.cdiv(call.key_length, tile.block_n) * shape[0] * shape[1],
+        bias_kernels.score_side, n_shares * programs,
         dict(inputs, BIAS=call.bias, TBIAS=tx.bias, **call.selected(False), SEED=call.x.seed),
-        dict(call.scalars, **shared), {name: Output(shape, of_sums) if w else None for name, w in wanted.items()},
+        dict(call.scalars, **shared, n_shares=n_shares),
+        {name: Output(shape, of_sums) if w else None for name, w in wanted.items()},
         dict(
             call.constants, BM=tile.block_m, BN=tile.block_n, WANT=want, WANT_T=want_tangent, **has_tangents(tx), **has
         ), tile.num_warps, tile.num_stages,
     )  # fmt: skip
     got = {name: a for name, a in call.launcher.launch(launch).items() if a is not None}
-    if shape == bias.shape:
+    if n_shares > 1:
+        got = {name: shares.added(call.launcher, a, dtype if by_row else "float32") for name, a in got.items()}
+    if by_row:
         return got
     return {name: call.launcher.summed(a, True, bias.shape, dtype) for name, a in got.items()}
 

@@ -15,7 +15,7 @@ TOGETHER = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cach
 # JAX for none; what they make use of is in FEATURES, see `aligned`.
 INTEGERS = (
     "HQ", "GROUP", "LQ", "LK", "s_qb", "s_qh", "s_kb", "s_kh", "s_vb", "s_vh", "left", "right", "heads", "n_tiles", "n_b", "n_h",
-    "HK", "step", "n",
+    "HK", "step", "n", "n_shares",
 )  # fmt: skip
 
 
