@@ -9,7 +9,7 @@ import pytest
 
 import oracle
 from jax_flash_jvp import dot_product_attention
-from jax_flash_jvp.kernels.portable import shares
+from jax_flash_jvp.kernels.portable import jobs, shares
 from jax_flash_jvp.launch import Interpreter
 
 
@@ -100,3 +100,75 @@ def test_number_of_shares():
     assert number(8, steps=1000, floats=2**20) == 1
     assert number(8, steps=1000, floats=1, least=100) == 10
     assert number(1000, steps=1000, floats=1) == 1
+
+
+# ------------------------------------------------------------------------------------------------ keys
+
+KEYS = {  # T, S, features; of 40 keys a share of 16 or 24
+    "plain": (5, 70, {}),
+    "whole": (16, 64, {}),
+    "grouped": (5, 70, dict(heads=4)),
+    "one-query": (1, 70, dict(heads=4)),
+    "causal": (20, 70, dict(is_causal=True)),
+    "last-queries": (3, 70, dict(is_causal=True, causal_alignment="lower_right")),
+    "window": (20, 70, dict(local_window_size=(40, 3))),
+    "lengths": (3, 70, dict(key_value_seq_lengths=np.array([0, 33]), query_seq_lengths=np.array([2, 3]))),
+    "segments": (
+        6, 70, dict(
+            query_segment_ids=np.array([[0, 1, 1, 2, 2, 9]] * 2), key_value_segment_ids=np.arange(140).reshape(2, 70) // 40
+        ),
+    ),
+    "mask": (5, 70, dict(mask=oracle.normal(7, 2, 1, 5, 70) > 1.5)),
+    "cap": (5, 70, dict(logits_soft_cap=1.3)),
+    "bias": (5, 70, dict(bias=np.where(np.arange(70) < 40, -1e9, oracle.normal(6, 1, 1, 5, 70)))),
+    "negative": (5, 70, dict(scale=-0.7)),
+}  # fmt: skip
+
+
+def every_job(features):
+    def compute(attention, x, tx, cy, cty):
+        def f(*x):
+            return attention(*x, **features, return_residual=True)
+
+        y, tangent = jax.linearize(f, *x)
+        cy, cty = (jax.tree.map(lambda c, y: c.astype(y.dtype), c, y) for c in (cy, cty))
+        return {
+            "forward": f(*x),
+            "forward with tangent": jax.jvp(f, x, tx),
+            "tangent": tangent(*tx),
+            "backward": jax.linear_transpose(tangent, *x)(cy),
+            "gradient of the tangent": jax.vjp(lambda x, tx: jax.jvp(f, x, tx), x, tx)[1]((cy, cty)),
+            "tangent of the gradient": jax.jvp(lambda x, cy: jax.vjp(f, *x)[1](cy), (x, cy), (tx, cty)),
+        }
+
+    return compute
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in KEYS for dtype in ("float32", "bfloat16")[name not in ("plain", "mask") :]],
+)
+def test_shares_of_keys(name, dtype, on, monkeypatch):
+    """Of which some see nothing; also of keys that have much in common, so that the excess of row sums is taken off."""
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 16)
+    T, S, features = KEYS[name]
+    features = dict(features)
+    N = features.pop("heads", 2)
+    shapes = (2, T, N, D), (2, S, 2, D), (2, S, 2, D)
+    x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
+    x = (x[0], x[1] + 2, x[2])
+    cy, cty = ((oracle.normal(20 + i, *shapes[0]), oracle.normal(30 + i, 2, T, N)) for i in range(2))
+    attention, launches = on(8)
+    oracle.assert_as_exact_as_naive(every_job(features), attention, (x, tx, cy, cty), dtype)
+    assert {launch.scalars["n_shares"] for launch in named(launches, "forward")} <= {2, 3, 4}
+    assert len(named(launches, "merge")) == len(named(launches, "forward"))
+
+
+def test_dropout_in_shares(on, monkeypatch):
+    """Drops what it would drop without them."""
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 16)
+    q, k = jnp.asarray(oracle.normal(0, 1, 5, 2, D), "float32"), jnp.asarray(oracle.normal(1, 1, 70, 2, D), "float32")
+    f = lambda attend: attend(q, k, k, dropout_rate=0.3, dropout_key=jax.random.key(0))
+    shared, launches = on(8)
+    np.testing.assert_allclose(f(shared), f(on(1)[0]), rtol=1e-5, atol=1e-5)
+    assert len(named(launches, "merge")) == 1

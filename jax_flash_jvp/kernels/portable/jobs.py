@@ -26,6 +26,7 @@ ALIGNED = 16  # elements; what Triton makes use of
 ROW_MEANS_FROM = (
     1024  # keys, where every query sees every one: a mean key of each row costs little there, and sums are longer
 )
+KEY_PROGRAMS, LEAST_KEYS = 2, 256  # where keys are divided, programs for each multiprocessor, and keys of each
 SCORE_PROGRAMS = 8  # of the gradient of a bias, for each multiprocessor, which runs two to four at a time
 
 
@@ -172,17 +173,26 @@ class PortableCall:
         outputs: Mapping[str, Output | None],
         tx: Operands,
         by_key: bool = False,
+        n_shares: int | None = None,
         **constants: Any,
     ) -> dict[str, Any]:
-        """The outputs of a kernel that goes through tiles."""
+        """The outputs of a kernel that goes through tiles; `n_shares`, of one that knows of these, float32 [n_shares, …] of
+        several."""
+        scalars = self.scalars
+        if n_shares is not None:
+            scalars = dict(scalars, n_shares=n_shares)
+        if n_shares is not None and n_shares > 1:
+            programs *= n_shares
+            constants["FEATURES"] = dataclasses.replace(constants.get("FEATURES", self.features), key_shares=True)
+            outputs = {name: o and Output((n_shares, *o.shape), "float32") for name, o in outputs.items()}
         length, block = (self.query_length, tile.block_m) if by_key else (self.key_length, tile.block_n)
         ragged = bool(length % block) or self.features.lengths
         selected, tiles = self.selected(by_key), self.tiles(tile, by_key)
         return self.launcher.launch(
             Launch(
                 kernel, programs,
-                dict(inputs, BIAS=self.bias, TBIAS=tx.bias, **selected, SEED=self.x.seed, TILES=tiles), self.scalars, outputs,
-                dict(self.constants, BM=tile.block_m, BN=tile.block_n, RAGGED=ragged, **has_tangents(tx), **constants),
+                dict(inputs, BIAS=self.bias, TBIAS=tx.bias, **selected, SEED=self.x.seed, TILES=tiles), scalars, outputs,
+                dict(self.constants, BM=tile.block_m, BN=tile.block_n, RAGGED=ragged, **has_tangents(tx)) | constants,
                 tile.num_warps, tile.num_stages, tile.registers,
             )
         )  # fmt: skip
@@ -288,6 +298,11 @@ class PortableCall:
         operands = size * sum(math.prod(a.shape) for a in self.x[:3])
         return shares.number(self.launcher, programs, each, steps, least, floats, operands)
 
+    def key_shares(self, programs: int, output: Output, dual: bool) -> int:
+        """Among which the keys of a block are divided."""
+        floats = (1 + dual) * math.prod(output.shape)
+        return self.shares(programs, KEY_PROGRAMS, self.key_length, LEAST_KEYS, floats)
+
     def query_programs(self, tile: Tile) -> int:
         return triton.cdiv(self.query_length, tile.block_m) * self.batch * self.query_heads
 
@@ -320,14 +335,20 @@ def _forward(call: PortableCall, tx: Operands, saved=None):
     tx = tx._replace(bias=call.padded(tx.bias))
     t_q, t_k, t_v = call.rounded(tx[:3])
     tile = call.tile("forward_dual" if dual else "forward")
-    got = call.run(
-        forward_kernels.forward, tile, call.query_programs(tile),
-        dict(Q=call.x.query, K=call.x.key, V=call.x.value, TQ=t_q, TK=t_k, TV=t_v, SAVED=saved),
-        dict(
-            O=None if linear else call.output, LSE=None if linear else call.statistic,
-            TO=call.output if dual else None, MU=call.statistic if dual else None,
-        ), tx, NEGATIVE=call.problem.scale < 0, LINEAR=linear,
+    programs = call.query_programs(tile)
+    n_shares = call.key_shares(programs, call.output, dual)
+    outputs = dict(
+        O=None if linear else call.output, LSE=None if linear else call.statistic,
+        TO=call.output if dual else None, MU=call.statistic if dual else None,
     )  # fmt: skip
+    got = call.run(
+        forward_kernels.forward, tile, programs,
+        dict(Q=call.x.query, K=call.x.key, V=call.x.value, TQ=t_q, TK=t_k, TV=t_v, SAVED=saved),
+        outputs if n_shares == 1 else dict(outputs, O=call.output, LSE=call.statistic), tx, n_shares=n_shares,
+        NEGATIVE=call.problem.scale < 0, LINEAR=linear,
+    )  # fmt: skip
+    if n_shares > 1:
+        got = shares.merged(call.launcher, got, outputs)
     return got["O"], got["LSE"], got["TO"], got["MU"]
 
 
@@ -358,17 +379,26 @@ def _backward(call: PortableCall, y, cy, tx: Operands, ty, tcy, want, want_tange
     got: dict[str, Any] = {}
     if want.query or want_tangent.query:  # first, for it makes δ and δ̇ more exact
         tile = call.tile("query_side" + suffix)
-        means = call.key_means(t_k if want_tangent.query else None, tile)
+        means, programs = call.key_means(t_k if want_tangent.query else None, tile), call.query_programs(tile)
+        # under a cap the excess of row sums is not linear in the shares
+        divisible = not (call.corrected and call.features.cap)
+        n_shares = call.key_shares(programs, call.query_gradient, dual) if divisible else 1
         got = call.run(
-            backward_kernels.query_side, tile, call.query_programs(tile),
+            backward_kernels.query_side, tile, programs,
             dict(inputs, D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean, COMMON=means.common),
             dict(
                 D_Q=call.query_gradient if want.query else None, TD_Q=call.query_gradient if want_tangent.query else None,
                 DELTA_OUT=call.statistic, T_DELTA_OUT=call.statistic if want_tangent.query else None,
-            ), tx, WANT_Q=want.query, WANT_TQ=want_tangent.query, CORRECTED=call.corrected,
+            ), tx, n_shares=n_shares, WANT_Q=want.query, WANT_TQ=want_tangent.query, CORRECTED=call.corrected,
             FEATURES=call.of_means,
             HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None, **has,
         )  # fmt: skip
+        if n_shares > 1:
+            dtypes = dict.fromkeys(("D_Q", "TD_Q"), call.query_gradient.dtype)
+            got = {
+                name: a if a is None else shares.added(call.launcher, a, dtypes.get(name, "float32"))
+                for name, a in got.items()
+            }
         inputs["DELTA"] = got["DELTA_OUT"]
         if want_tangent.query:
             inputs["T_DELTA"] = got["T_DELTA_OUT"]

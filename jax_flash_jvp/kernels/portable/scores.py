@@ -23,19 +23,34 @@ INTEGERS = (
 
 
 @triton.jit
-def own_block(n_blocks, FROM_END: tl.constexpr, FEATURES: tl.constexpr):
-    """(block, batch entry and head) of this program, as in `hopper/programs.py`."""
+def own_block(n_blocks, n_shares, FROM_END: tl.constexpr, FEATURES: tl.constexpr):
+    """(block, batch entry and head, share of its keys) of this program, as in `hopper/programs.py`."""
     i = tl.program_id(0)
+    n = tl.num_programs(0)
+    i_share = 0
+    if FEATURES.key_shares:
+        i_share = i % n_shares
+        i = i // n_shares
+        n = n // n_shares
     if FEATURES.later_longer:
         first = i // (TOGETHER * n_blocks) * TOGETHER
-        heads = tl.minimum(tl.num_programs(0) // n_blocks - first, TOGETHER)
+        heads = tl.minimum(n // n_blocks - first, TOGETHER)
         i -= first * n_blocks
         block = i // heads
         if FROM_END:
             block = n_blocks - 1 - block
-        return block, (first + i % heads).to(tl.int64)
+        return block, (first + i % heads).to(tl.int64), i_share
     else:
-        return i % n_blocks, (i // n_blocks).to(tl.int64)
+        return i % n_blocks, (i // n_blocks).to(tl.int64), i_share
+
+
+@triton.jit
+def rows_before(i_share, n_blocks, n_shares, LQ, FEATURES: tl.constexpr):
+    """Rows of results, of all heads, in the shares before."""
+    if FEATURES.key_shares:
+        return i_share.to(tl.int64) * (tl.num_programs(0) // (n_blocks * n_shares)) * LQ
+    else:
+        return 0
 
 
 @triton.constexpr_function

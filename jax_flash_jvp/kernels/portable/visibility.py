@@ -225,6 +225,27 @@ def span(
 
 
 @triton.jit
+def shared_keys(start, stop, n_tiles, i_share, n_shares, B: tl.constexpr, FEATURES: tl.constexpr):
+    """Where in what all phases go over a share begins and ends."""
+    if FEATURES.key_shares:
+        if FEATURES.tiles.present:
+            start, stop = 0, n_tiles * B
+        n = tl.cdiv(tl.maximum(stop - start, 0), B)
+        return start + n * i_share // n_shares * B, start + n * (i_share + 1) // n_shares * B
+    else:
+        return start, stop
+
+
+@triton.jit
+def within(low, high, share, FEATURES: tl.constexpr):
+    """What of a phase is in a share."""
+    if FEATURES.key_shares:
+        return tl.maximum(low, share[0]), tl.minimum(high, share[1])
+    else:
+        return low, high
+
+
+@triton.jit
 def listed(tiles, at, B: tl.constexpr, FEATURES: tl.constexpr):
     """The first row of the tile that is visited at `at`."""
     if FEATURES.tiles.present:
