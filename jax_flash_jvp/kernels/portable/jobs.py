@@ -19,7 +19,7 @@ from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
 from jax_flash_jvp.kernels.portable import means as mean_kernels
 from jax_flash_jvp.kernels.portable import shares, visibility
-from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, fitted, lighter, product, short, tile
+from jax_flash_jvp.kernels.portable.tiles import FEW, Tile, accumulators, fitted, for_few, lighter, product, short, tile
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
 ALIGNED = 16  # elements; what Triton makes use of
@@ -117,10 +117,11 @@ class PortableCall:
         self.word = word  # its bits
         self.packed: dict[bool, Any] = {}  # the mask, by query or by key
         self.listed: dict[tuple[int, int, bool], Any] = {}  # tiles, by their shape and by query or by key
+        self.precision = product(self.dtype, problem.precision, self.widest)
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
             self.value_constants, D=self.head_dim, FEATURES=self.features,
-            PRECISION=product(self.dtype, problem.precision, self.widest),
+            PRECISION=self.precision,
         )  # fmt: skip
         for name, (batch, sequence, head), unit in zip("qkv", strides, units, strict=True):
             self.scalars.update({f"s_{name}b": batch // unit, f"s_{name}h": head // unit})
@@ -162,6 +163,10 @@ class PortableCall:
             found = lighter(found, job)
         if self.features.tiles.present:
             found = short(found, job, self.widest, self.dtype, target)
+        # products without tensor cores are unrolled
+        few = target != "interpret" and self.query_length <= FEW and self.key_length > 64 and self.precision != "ieee"
+        if few and not job.startswith("score"):
+            return for_few(found, job, self.query_length, self.key_length, self.widest, self.dtype)
         return fitted(found, job, self.query_length, self.key_length)
 
     def run(

@@ -192,6 +192,21 @@ def fitted(tile: Tile, job: str, queries: int, keys: int) -> Tile:
     return tile._replace(block_m=block_m, block_n=block_n, num_warps=max(1, tile.num_warps // fewer))
 
 
+FEW = 32  # queries, beside which all that a call costs is to read the keys and values
+_FOR_FEW = {  # elements of a tile of keys, stages: so that a multiprocessor has room for two or three programs
+    "forward": (8192, 3), "forward_dual": (8192, 2), "query_side": (8192, 3), "query_side_dual": (4096, 3)
+}  # fmt: skip
+
+
+def for_few(tile: Tile, job: str, queries: int, keys: int, head_dim: int, dtype: str) -> Tile:
+    """For few queries and many more keys: the warps share the columns.  (Compiled ahead of time, not measured.)"""
+    elements, stages = _FOR_FEW.get(job, (0, 2))
+    block_n = min(128, elements // rows_for(padded(head_dim)) // (2 if dtype == "float32" else 1))
+    if block_n < 32:  # four warps want as many; and the key side
+        return fitted(tile, job, queries, min(64, keys))._replace(num_stages=min(2, tile.num_stages))
+    return Tile(rows_for(queries), block_n, 4, stages)
+
+
 def tile(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile:
     """The tile of one of JOBS on a GPU of compute capability `target`, 90 for sm_90, or of "interpret"."""
     found = find(job, head_dim, dtype, precision, target)
