@@ -1,4 +1,4 @@
-"""Sums that several programs share, interpreted, against dense attention in float64."""
+"""Few blocks: results that several programs share, and heads that are rows, interpreted, against dense attention in float64."""
 
 import functools
 
@@ -172,3 +172,45 @@ def test_dropout_in_shares(on, monkeypatch):
     shared, launches = on(8)
     np.testing.assert_allclose(f(shared), f(on(1)[0]), rtol=1e-5, atol=1e-5)
     assert len(named(launches, "merge")) == 1
+
+
+# ------------------------------------------------------------------------------------------------ one query
+
+S = 50
+ONE = {  # features; whether the query heads of a head of keys are the rows of one block
+    "plain": ({}, True),
+    "three-heads-a-key": (dict(heads=6), True),
+    "one-head": (dict(heads=2), False),
+    "first": (dict(is_causal=True), True),
+    "last": (dict(is_causal=True, causal_alignment="lower_right"), True),
+    "last-window": (dict(local_window_size=(20, 0), causal_alignment="lower_right"), True),
+    "window": (dict(local_window_size=(3, 18)), True),
+    "lengths": (dict(query_seq_lengths=np.array([1, 0]), key_value_seq_lengths=np.array([33, 9])), True),
+    "mask": (dict(mask=oracle.normal(7, 2, 2, 1, S) > 0.5), True),
+    "mask-of-heads": (dict(mask=oracle.normal(7, 1, 4, 1, S) > 0), False),
+    "cap": (dict(logits_soft_cap=1.3), True),
+    "bias": (dict(bias=(2, 1, 1, S)), True),
+    "bias-of-key-heads": (dict(bias=(1, 2, 1, S)), True),
+    "bias-of-heads": (dict(bias=(1, 4, 1, S)), False),
+    "bias-of-a-row": (dict(bias=(2, 1, 1, 1)), True),
+    "segments": (
+        dict(query_segment_ids=np.array([[1], [0]]), key_value_segment_ids=np.arange(2 * S).reshape(2, S) // 30), False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 32])
+@pytest.mark.parametrize("name", ONE)
+def test_one_query(name, multiprocessors, on, monkeypatch):
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 16)
+    features, as_rows = ONE[name]
+    features = dict(features)
+    N, axes = features.pop("heads", 4), features.pop("bias", None)
+    shapes = (2, 1, N, D), (2, S, 2, D), (2, S, 2, D), *([] if axes is None else [axes])
+    x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
+    cy, cty = ((oracle.normal(20 + i, *shapes[0]), oracle.normal(30 + i, 2, 1, N)) for i in range(2))
+    attention, launches = on(multiprocessors)
+    x = (x[0], x[1] + 2, *x[2:])
+    oracle.assert_as_exact_as_naive(every_job(features), attention, (x, tx, cy, cty), "bfloat16")
+    assert {launch.constants["FEATURES"].one_query for launch in named(launches, "forward")} == {as_rows}
+    assert bool(named(launches, "merge")) == (multiprocessors == 32)

@@ -35,6 +35,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     operand,
     own_block,
     products,
+    results,
     rows_before,
     scaled,
     scores,
@@ -124,7 +125,6 @@ def key_side(
     i_h = i_bh % HK
     k_offset = (i_b * s_kb + i_h * s_kh) * UNIT_K
     v_offset = (i_b * s_vb + i_h * s_vh) * UNIT_V
-    s_o = HQ * DV
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
 
     o_c = tl.arange(0, BM)
@@ -148,7 +148,7 @@ def key_side(
         i_hq = i_h * GROUP + i_g
         i_q = i_b * HQ + i_hq
         q_offset = (i_b * s_qb + i_hq * s_qh) * UNIT_Q
-        o_offset = (i_b * LQ * HQ + i_hq) * DV
+        o_offset, s_o = results(i_b, i_hq, HQ, LQ, DV, FEATURES)
         bias, t_bias, sight, head_seeds = selected(
             BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
             i_b, i_hq, HQ, GROUP, LQ, LK, query_end, key_end, left, right, True, FEATURES,
@@ -251,8 +251,7 @@ def query_side(
     q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
     k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
     v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
-    s_o = HQ * DV
-    o_offset = (i_b * LQ * HQ + i_h) * DV
+    o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, t_bias, sight, head_seeds = selected(
         BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
@@ -372,14 +371,15 @@ def query_side(
         b_tdq = without_mean(b_tdq, b_tr, b_mean)
     before = rows_before(i_share, tl.cdiv(LQ, BM), n_shares, LQ, FEATURES)
     x += before
+    q_offset, s_dq = results(i_b, i_h, HQ, LQ, D, FEATURES)
     q_offset += before * D
     tl.store(DELTA_OUT + x, delta, mask=m_x)
     if WANT_TQ:
         tl.store(T_DELTA_OUT + x, t_delta, mask=m_x)
     if WANT_Q:
-        store_rows(D_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_dq, scale))
+        store_rows(D_Q + q_offset, i_m * BM, s_dq, o_r, LQ, D, scaled(b_dq, scale))
     if WANT_TQ:
-        store_rows(TD_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_tdq, scale))
+        store_rows(TD_Q + q_offset, i_m * BM, s_dq, o_r, LQ, D, scaled(b_tdq, scale))
 
 
 @triton.jit

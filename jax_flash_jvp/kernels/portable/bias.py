@@ -16,6 +16,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     lengths,
     load_rows,
     products,
+    results,
     scores,
     tangent_products,
     tangent_scores,
@@ -42,7 +43,6 @@ def score_side(
     LQ, LK = aligned(LQ, LK, FEATURES)
     n_m = tl.cdiv(LQ, BM)
     n_n = tl.cdiv(LK, BN)
-    s_o = HQ * DV
     i_x = (tl.program_id(0)).to(tl.int64)
     i_n = i_x % n_n
     i_x = i_x // n_n
@@ -73,7 +73,7 @@ def score_side(
         q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
         k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
         v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
-        o_offset = (i_b * LQ * HQ + i_h) * DV
+        o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
         query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
         bias, t_bias, sight, head_seeds = selected(
             BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,

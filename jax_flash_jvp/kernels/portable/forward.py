@@ -25,6 +25,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     parts,
     products,
     recentered,
+    results,
     rows_before,
     scaled,
     scores,
@@ -166,10 +167,10 @@ def forward(
                     b_pt = thinned(b_p * (b_ts - b_c[:, None]), b_kept, FEATURES)
                     b_to = accumulated(b_to, b_pt, b_v, PRECISION)
 
-    s_o = HQ * DV
+    o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
     before = rows_before(i_share, tl.cdiv(LQ, BM), n_shares, LQ, FEATURES)
     x += before
-    o_offset = ((i_b * LQ * HQ + i_h) + before) * DV
+    o_offset += before * DV
     if MERGED or not LINEAR:
         # a bias may hide a whole row, unless it is NaN; in others the probabilities of what it hides are zero anyhow
         if FEATURES.bias.present:

@@ -70,6 +70,14 @@ def features(problem: Problem, x: Operands) -> Features:
     )  # fmt: skip
 
 
+def heads_as_rows(x: Operands, features: Features) -> bool:
+    """Can the query heads that share a head of keys be the rows of one block?  Of one query, where they see the same keys."""
+    (_, queries, heads, _), key_heads = x.query.shape, x.key.shape[2]
+    apart = features.bias.heads or features.mask.heads or features.dropout
+    placed = features.segments or features.ranges.present or features.mask.matrix  # for each query
+    return queries == 1 and heads > key_heads and not (apart or placed)
+
+
 class KeyMeans(NamedTuple):
     """Of each head of keys, or of each row of scores."""
 
@@ -95,17 +103,27 @@ class PortableCall:
         self.x = x = x._replace(**dict(zip(("query", "key", "value"), self.rounded(x[:3]), strict=True)))
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         _, self.key_length, self.key_heads, self.value_dim = x.value.shape
+        self.features = features(problem, x)
+        self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
+        dtype = self.result_dtype(x.query)
+        self.output = Output((self.batch, self.query_length, self.query_heads, self.value_dim), dtype)
+        self.query_gradient = Output(tuple(x.query.shape), dtype)
+        self.key_gradient, self.value_gradient = (Output(tuple(a.shape), dtype) for a in (x.key, x.value))
+        left, right = problem.reach(self.query_length, self.key_length)
         strides = [self._batch_sequence_head(a) for a in x[:3]]
+        if word == 16 and heads_as_rows(x, self.features):  # those for Hopper have rows of their own
+            self.query_length, self.query_heads = self.query_heads // self.key_heads, self.key_heads
+            strides[0] = (strides[0][0], strides[0][2], self.query_length * strides[0][2])
+            aligned = self.query_length % ALIGNED == 0
+            self.features = dataclasses.replace(self.features, one_query=True, queries_aligned=aligned)
         units = [math.gcd(ALIGNED, batch, head) for batch, _, head in strides]
         group = self.query_heads // self.key_heads
-        left, right = problem.reach(self.query_length, self.key_length)
         self.sizes = dict(HQ=self.query_heads, GROUP=group, LQ=self.query_length, LK=self.key_length)
         self.reach = dict(left=left or 0, right=right or 0)
         self.scalars: dict[str, int | float] = dict(
             scale=float(problem.scale), cap=float(problem.soft_cap or 0), rate=float(problem.dropout_rate), **self.sizes,
             **self.reach,
         )  # fmt: skip
-        self.features = features(problem, x)
         of_rows = not self.features.sees_all or self.key_length >= ROW_MEANS_FROM
         self.row_means = of_rows and self.dtype != "float32" and not problem.partial
         self.of_means = dataclasses.replace(self.features, row_means=self.row_means)  # for kernels that know of them
@@ -126,11 +144,6 @@ class PortableCall:
         for name, (batch, sequence, head), unit in zip("qkv", strides, units, strict=True):
             self.scalars.update({f"s_{name}b": batch // unit, f"s_{name}h": head // unit})
             self.constants.update({f"s_{name}": sequence, f"UNIT_{name.upper()}": unit})
-        self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
-        dtype = self.result_dtype(x.query)
-        self.output = Output((self.batch, self.query_length, self.query_heads, self.value_dim), dtype)
-        self.query_gradient = Output(tuple(x.query.shape), dtype)
-        self.key_gradient, self.value_gradient = (Output(tuple(a.shape), dtype) for a in (x.key, x.value))
 
     def result_dtype(self, array: Any) -> str:
         """Of what is like this array."""
@@ -489,7 +502,7 @@ def statistics(call: PortableCall, y, cy, ty, tcy, dual: bool) -> RowStatistics:
     launch = Launch(
         backward_kernels.statistics, triton.cdiv(call.query_length, block_m) * call.batch * call.query_heads,
         dict(O=o, TO=t_o, DO=d_o, TDO=t_d_o, LSE=log_sum_exp, D_LSE=d_lse, TD_LSE=t_d_lse),
-        dict(HQ=call.query_heads, LQ=call.query_length),
+        dict(HQ=1 if call.features.one_query else call.query_heads, LQ=call.query_length),
         dict(LSE2=call.statistic, DELTA=call.statistic, T_DELTA=call.statistic if dual else None),
         dict(
             call.value_constants, BM=block_m, HAS_TANGENT=dual, HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None,

@@ -143,10 +143,22 @@ def load_statistic(X, x, m_x, other: tl.constexpr, MASKED: tl.constexpr):
 def lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES: tl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
     if FEATURES.query_lengths:
-        LQ = tl.minimum(LQ, tl.load(Q_LENGTHS + i_b))
+        if FEATURES.one_query:
+            LQ = tl.where(tl.load(Q_LENGTHS + i_b) > 0, LQ, 0)
+        else:
+            LQ = tl.minimum(LQ, tl.load(Q_LENGTHS + i_b))
     if FEATURES.key_lengths:
         LK = tl.minimum(LK, tl.load(K_LENGTHS + i_b))
     return LQ, LK
+
+
+@triton.jit
+def results(i_b, i_h, HQ, LQ, D: tl.constexpr, FEATURES: tl.constexpr):
+    """(offset, stride) of the rows of a head in an array like the output, [B, T, N, D]."""
+    if FEATURES.one_query:
+        return (i_b * HQ + i_h) * LQ * D, D
+    else:
+        return (i_b * LQ * HQ + i_h) * D, HQ * D
 
 
 @triton.jit
