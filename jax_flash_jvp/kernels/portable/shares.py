@@ -96,16 +96,16 @@ def merge(
         o_f = first + tl.arange(0, FEW)
         m_f = (o_f < n_shares)[:, None] & m_r[None, :]
         p_f = o_f.to(tl.int64)[:, None] * n + x[None, :]
-        b_w = tl.load(LSE_SHARES + p_f, mask=m_f, other=-float("inf"))  # [FEW, ROWS]
-        b_w = tl.math.exp2((b_w - b_most[None, :]) * LOG2E) * per_sum[None, :]
+        b_weight = tl.load(LSE_SHARES + p_f, mask=m_f, other=-float("inf"))  # [FEW, ROWS]
+        b_weight = tl.math.exp2((b_weight - b_most[None, :]) * LOG2E) * per_sum[None, :]
         p_o = (o_f.to(tl.int64)[:, None] * n + o_r[None, :])[:, :, None] * DV + o_d[None, None, :]
         m_o = m_f[:, :, None] & (o_d < DV)[None, None, :]
         b_part = tl.load(O_SHARES + p_o, mask=m_o, other=0.0)  # [FEW, ROWS, WIDTH]
-        b_o += tl.sum(b_w[:, :, None] * b_part, 0)
+        b_o += tl.sum(b_weight[:, :, None] * b_part, 0)
         if WANT_T:
             b_moved = tl.load(MU_SHARES + p_f, mask=m_f, other=0.0) - b_mu[None, :]
             b_part = tl.load(TO_SHARES + p_o, mask=m_o, other=0.0) + b_moved[:, :, None] * b_part
-            b_to += tl.sum(b_w[:, :, None] * b_part, 0)
+            b_to += tl.sum(b_weight[:, :, None] * b_part, 0)
     p_x = o_r[:, None] * DV + o_d[None, :]
     m_x = m_r[:, None] & (o_d < DV)[None, :]
     if WANT:
