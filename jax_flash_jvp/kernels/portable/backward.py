@@ -35,6 +35,8 @@ from jax_flash_jvp.kernels.portable.scores import (
     operand,
     own_block,
     products,
+    results,
+    rows_before,
     scaled,
     scores,
     store_rows,
@@ -50,10 +52,12 @@ from jax_flash_jvp.kernels.portable.visibility import (
     listed,
     query_bounds,
     selected,
+    shared_keys,
     span,
     thinned,
     tile_list,
     visible,
+    within,
 )
 
 
@@ -115,13 +119,12 @@ def key_side(
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     LQ, LK = aligned(LQ, LK, FEATURES)
     n_n = tl.cdiv(LK, BN)
-    i_n, i_bh = own_block(n_n, False, FEATURES)  # of key heads
+    i_n, i_bh, _ = own_block(n_n, 1, False, FEATURES)  # of key heads
     HK = HQ // GROUP
     i_b = i_bh // HK
     i_h = i_bh % HK
     k_offset = (i_b * s_kb + i_h * s_kh) * UNIT_K
     v_offset = (i_b * s_vb + i_h * s_vh) * UNIT_V
-    s_o = HQ * DV
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
 
     o_c = tl.arange(0, BM)
@@ -145,7 +148,7 @@ def key_side(
         i_hq = i_h * GROUP + i_g
         i_q = i_b * HQ + i_hq
         q_offset = (i_b * s_qb + i_hq * s_qh) * UNIT_Q
-        o_offset = (i_b * LQ * HQ + i_hq) * DV
+        o_offset, s_o = results(i_b, i_hq, HQ, LQ, DV, FEATURES)
         bias, t_bias, sight, head_seeds = selected(
             BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
             i_b, i_hq, HQ, GROUP, LQ, LK, query_end, key_end, left, right, True, FEATURES,
@@ -226,7 +229,7 @@ def key_side(
 def query_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON,
     BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED, TILES,
-    scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate, n_shares,
     D_Q, TD_Q, DELTA_OUT, T_DELTA_OUT,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     s_q: tl.constexpr, s_k: tl.constexpr, s_v: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
@@ -235,20 +238,20 @@ def query_side(
     HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_TD_LSE: tl.constexpr,
     WANT_Q: tl.constexpr, WANT_TQ: tl.constexpr, CORRECTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ and its tangent for one block of queries, and δ and δ̇ less the excess of row sums: a pass over the keys."""
+    """dQ and its tangent for one block of queries, and δ and δ̇ less the excess of row sums: a pass over the keys, or over a share
+    of them; then results are [n_shares, …], and add up."""
     CAPPED: tl.constexpr = FEATURES.cap
     SUM_DS: tl.constexpr = CORRECTED and (WANT_Q or (WANT_TQ and HAS_TK))
     SUM_TDS: tl.constexpr = CORRECTED and WANT_TQ
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     LQ, LK = aligned(LQ, LK, FEATURES)
-    i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
+    i_m, i_bh, i_share = own_block(tl.cdiv(LQ, BM), n_shares, True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
     q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
     k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
     v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
-    s_o = HQ * DV
-    o_offset = (i_b * LQ * HQ + i_h) * DV
+    o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, t_bias, sight, head_seeds = selected(
         BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
@@ -287,9 +290,11 @@ def query_side(
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
+    share = shared_keys(start, stop, n_tiles, i_share, n_shares, BN, FEATURES)
     for PHASE in tl.static_range(3):
         if exists(PHASE, FEATURES, RAGGED):
             low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
+            low, high = within(low, high, share, FEATURES)
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
@@ -340,8 +345,14 @@ def query_side(
 
     m_x = i_m * BM + o_r < LQ
     q_offset = (i_b * LQ * HQ + i_h) * D
+    m_once = m_x
+    if FEATURES.key_shares:  # what the first share alone has
+        m_once = i_m * BM + o_r < tl.where(i_share == 0, LQ, 0)
+        delta = tl.where(m_once, delta, 0.0)
+        if WANT_TQ:
+            t_delta = tl.where(m_once, t_delta, 0.0)
     if SUM_DS:
-        b_r = excess(b_r, common, lse2, D_LSE, x, m_x, HAS_D_LSE)
+        b_r = excess(b_r, common, lse2, D_LSE, x, m_once, HAS_D_LSE)
         delta += b_r
         if CAPPED:
             b_r = b_r * b_c + b_e
@@ -352,19 +363,23 @@ def query_side(
             b_mean = mean_keys(T_KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
             b_tdq = without_mean(b_tdq, b_r, b_mean)
     if SUM_TDS:
-        b_tr = excess(b_tr, common, lse2, TD_LSE, x, m_x, HAS_TD_LSE)
+        b_tr = excess(b_tr, common, lse2, TD_LSE, x, m_once, HAS_TD_LSE)
         t_delta += b_tr
         if CAPPED:
             b_tr = b_tr * b_c + b_te
         b_mean = mean_keys(KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
         b_tdq = without_mean(b_tdq, b_tr, b_mean)
+    before = rows_before(i_share, tl.cdiv(LQ, BM), n_shares, LQ, FEATURES)
+    x += before
+    q_offset, s_dq = results(i_b, i_h, HQ, LQ, D, FEATURES)
+    q_offset += before * D
     tl.store(DELTA_OUT + x, delta, mask=m_x)
     if WANT_TQ:
         tl.store(T_DELTA_OUT + x, t_delta, mask=m_x)
     if WANT_Q:
-        store_rows(D_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_dq, scale))
+        store_rows(D_Q + q_offset, i_m * BM, s_dq, o_r, LQ, D, scaled(b_dq, scale))
     if WANT_TQ:
-        store_rows(TD_Q + q_offset, i_m * BM, HQ * D, o_r, LQ, D, scaled(b_tdq, scale))
+        store_rows(TD_Q + q_offset, i_m * BM, s_dq, o_r, LQ, D, scaled(b_tdq, scale))
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """The gradient of an additive bias, with its tangent where one is asked for: dS, and ḋS, of `backward.py`, summed over the axes
 along which the bias is broadcast.
 
-A bias that is a matrix [1|B, 1|K|N, T, S] gets one program for each tile, which sums over the batch entries and heads that share
-it.  One that varies along the keys alone gets a sum [B, N, S], from which the rest is summed up outside.  In either case one
-loop, in one order: the same bits on every run.  One that does not vary along the keys needs none: a row of dS sums to the
-cotangent of ℓ.
+A program computes a share of the sum of a tile: of a bias [1|B, 1|K|N, T, S] over some of the batch entries and heads that have
+the tile in common, of one that varies along the keys alone over some of the queries, to [B, N, S], from which the rest is summed
+up outside.  Shares are as many as fill the GPU, and are added in one order (`shares.py`): the same bits on every run.  A bias
+that does not vary along the keys needs no such sum: a row of dS sums to the cotangent of ℓ.
 """
 
 import triton
@@ -16,6 +16,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     lengths,
     load_rows,
     products,
+    results,
     scores,
     tangent_products,
     tangent_scores,
@@ -28,7 +29,7 @@ def score_side(
     Q, K, V, TQ, TK, TV, DO, TDO, LSE2, MU, DELTA, T_DELTA,
     BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
     scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
-    n_b, n_h,
+    n_b, n_h, n_shares,
     D_BIAS, TD_BIAS,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     s_q: tl.constexpr, s_k: tl.constexpr, s_v: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
@@ -36,30 +37,32 @@ def score_side(
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
     HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, WANT: tl.constexpr, WANT_T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`n_b` batch entries and `n_h` heads share a matrix; both are one for a sum along an axis."""
+    """`n_b` batch entries and `n_h` heads share a matrix; both are one for a sum along an axis.  Sums are [n_shares, …]."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     BY_ROW: tl.constexpr = FEATURES.bias.rows
     LQ, LK = aligned(LQ, LK, FEATURES)
     n_m = tl.cdiv(LQ, BM)
     n_n = tl.cdiv(LK, BN)
-    s_o = HQ * DV
     i_x = (tl.program_id(0)).to(tl.int64)
     i_n = i_x % n_n
     i_x = i_x // n_n
     i_m = 0
     n_tiles = n_m
+    n_x = tl.num_programs(0) // (n_shares * n_n)  # matrices, or rows, in a share
     if BY_ROW:
         i_m = i_x % n_m
         i_x = i_x // n_m
         n_tiles = n_b * n_h
-    i_h0 = i_x % (HQ // n_h) * n_h
-    i_b0 = i_x // (HQ // n_h) * n_b
+        n_x = n_x // n_m
+    i_share = i_x // n_x
+    i_h0 = i_x % n_x % (HQ // n_h) * n_h
+    i_b0 = i_x % n_x // (HQ // n_h) * n_b
 
     o_r = tl.arange(0, BM)
     o_c = tl.arange(0, BN)
     b_sum = tl.zeros([BM, BN], tl.float32)
     b_tsum = tl.zeros([BM, BN], tl.float32)
-    for i in range(n_tiles):
+    for i in range((i_share * n_tiles // n_shares).to(tl.int32), ((i_share + 1) * n_tiles // n_shares).to(tl.int32)):
         i_b = i_b0
         i_h = i_h0
         if BY_ROW:
@@ -70,7 +73,7 @@ def score_side(
         q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
         k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
         v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
-        o_offset = (i_b * LQ * HQ + i_h) * DV
+        o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
         query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
         bias, t_bias, sight, head_seeds = selected(
             BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,

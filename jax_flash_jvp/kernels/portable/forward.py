@@ -25,6 +25,8 @@ from jax_flash_jvp.kernels.portable.scores import (
     parts,
     products,
     recentered,
+    results,
+    rows_before,
     scaled,
     scores,
     store_rows,
@@ -39,10 +41,12 @@ from jax_flash_jvp.kernels.portable.visibility import (
     key_bounds,
     listed,
     selected,
+    shared_keys,
     span,
     thinned,
     tile_list,
     visible,
+    within,
 )
 
 HIDES_ROW = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias is added to
@@ -51,7 +55,7 @@ HIDES_ROW = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias i
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def forward(
     Q, K, V, TQ, TK, TV, SAVED, BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED, TILES,
-    scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate, n_shares,
     O, LSE, TO, MU,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     s_q: tl.constexpr, s_k: tl.constexpr, s_v: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
@@ -59,11 +63,13 @@ def forward(
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr,
     LINEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """If LINEAR, the tangent alone, ȯ and μ: P comes from the SAVED ℓ, so nothing is rescaled."""
+    """If LINEAR, the tangent alone, ȯ and μ: P comes from the SAVED ℓ, so nothing is rescaled.  Of a share of the keys o and ℓ as
+    well, in which shares are merged; results are [n_shares, …]."""
+    MERGED: tl.constexpr = FEATURES.key_shares
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     HAS_TANGENT: tl.constexpr = HAS_TS or HAS_TV
     LQ, LK = aligned(LQ, LK, FEATURES)
-    i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
+    i_m, i_bh, i_share = own_block(tl.cdiv(LQ, BM), n_shares, True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
     q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
@@ -96,9 +102,11 @@ def forward(
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
+    share = shared_keys(start, stop, n_tiles, i_share, n_shares, BN, FEATURES)
     for PHASE in tl.static_range(3):  # first the tiles that every row sees whole, then the diagonal and the ragged end
         if exists(PHASE, FEATURES, RAGGED):
             low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
+            low, high = within(low, high, share, FEATURES)
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
@@ -159,13 +167,17 @@ def forward(
                     b_pt = thinned(b_p * (b_ts - b_c[:, None]), b_kept, FEATURES)
                     b_to = accumulated(b_to, b_pt, b_v, PRECISION)
 
-    s_o = HQ * DV
-    o_offset = (i_b * LQ * HQ + i_h) * DV
-    if not LINEAR:
+    o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
+    before = rows_before(i_share, tl.cdiv(LQ, BM), n_shares, LQ, FEATURES)
+    x += before
+    o_offset += before * DV
+    if MERGED or not LINEAR:
         # a bias may hide a whole row, unless it is NaN; in others the probabilities of what it hides are zero anyhow
         if FEATURES.bias.present:
             b_l = tl.where((b_m <= HIDES_ROW * LOG2E) & (b_l == b_l), 0.0, b_l)
         lse = (b_m + tl.math.log2(b_l)) * LN2
+        if LINEAR:  # where ℓ is −∞, b_m is +∞
+            lse = tl.where(b_l == 0.0, -float("inf"), lse)
         per_l = tl.where(b_l == 0.0, 0.0, 1.0 / b_l)[:, None]  # a row that sees nothing: zeros, ℓ = −∞
         store_rows(O + o_offset, i_m * BM, s_o, o_r, LQ, DV, scaled(b_o, per_l))
         tl.store(LSE + x, lse, mask=m_x)

@@ -18,14 +18,16 @@ from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
 from jax_flash_jvp.kernels.portable import means as mean_kernels
-from jax_flash_jvp.kernels.portable import visibility
-from jax_flash_jvp.kernels.portable.tiles import Tile, accumulators, lighter, product, short, tile
+from jax_flash_jvp.kernels.portable import shares, visibility
+from jax_flash_jvp.kernels.portable.tiles import FEW, Tile, accumulators, fitted, for_few, lighter, product, short, tile
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
 ALIGNED = 16  # elements; what Triton makes use of
 ROW_MEANS_FROM = (
     1024  # keys, where every query sees every one: a mean key of each row costs little there, and sums are longer
 )
+KEY_PROGRAMS, LEAST_KEYS = 2, 256  # where keys are divided, programs for each multiprocessor, and keys of each
+SCORE_PROGRAMS = 8  # of the gradient of a bias, for each multiprocessor, which runs two to four at a time
 
 
 def axes_of(array: Any, query_heads: int, key_heads: int) -> Axes:
@@ -68,6 +70,14 @@ def features(problem: Problem, x: Operands) -> Features:
     )  # fmt: skip
 
 
+def heads_as_rows(x: Operands, features: Features) -> bool:
+    """Can the query heads that share a head of keys be the rows of one block?  Of one query, where they see the same keys."""
+    (_, queries, heads, _), key_heads = x.query.shape, x.key.shape[2]
+    apart = features.bias.heads or features.mask.heads or features.dropout
+    placed = features.segments or features.ranges.present or features.mask.matrix  # for each query
+    return queries == 1 and heads > key_heads and not (apart or placed)
+
+
 class KeyMeans(NamedTuple):
     """Of each head of keys, or of each row of scores."""
 
@@ -93,17 +103,27 @@ class PortableCall:
         self.x = x = x._replace(**dict(zip(("query", "key", "value"), self.rounded(x[:3]), strict=True)))
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         _, self.key_length, self.key_heads, self.value_dim = x.value.shape
+        self.features = features(problem, x)
+        self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
+        dtype = self.result_dtype(x.query)
+        self.output = Output((self.batch, self.query_length, self.query_heads, self.value_dim), dtype)
+        self.query_gradient = Output(tuple(x.query.shape), dtype)
+        self.key_gradient, self.value_gradient = (Output(tuple(a.shape), dtype) for a in (x.key, x.value))
+        left, right = problem.reach(self.query_length, self.key_length)
         strides = [self._batch_sequence_head(a) for a in x[:3]]
+        if word == 16 and heads_as_rows(x, self.features):  # those for Hopper have rows of their own
+            self.query_length, self.query_heads = self.query_heads // self.key_heads, self.key_heads
+            strides[0] = (strides[0][0], strides[0][2], self.query_length * strides[0][2])
+            aligned = self.query_length % ALIGNED == 0
+            self.features = dataclasses.replace(self.features, one_query=True, queries_aligned=aligned)
         units = [math.gcd(ALIGNED, batch, head) for batch, _, head in strides]
         group = self.query_heads // self.key_heads
-        left, right = problem.reach(self.query_length, self.key_length)
         self.sizes = dict(HQ=self.query_heads, GROUP=group, LQ=self.query_length, LK=self.key_length)
         self.reach = dict(left=left or 0, right=right or 0)
         self.scalars: dict[str, int | float] = dict(
             scale=float(problem.scale), cap=float(problem.soft_cap or 0), rate=float(problem.dropout_rate), **self.sizes,
             **self.reach,
         )  # fmt: skip
-        self.features = features(problem, x)
         of_rows = not self.features.sees_all or self.key_length >= ROW_MEANS_FROM
         self.row_means = of_rows and self.dtype != "float32" and not problem.partial
         self.of_means = dataclasses.replace(self.features, row_means=self.row_means)  # for kernels that know of them
@@ -115,19 +135,15 @@ class PortableCall:
         self.word = word  # its bits
         self.packed: dict[bool, Any] = {}  # the mask, by query or by key
         self.listed: dict[tuple[int, int, bool], Any] = {}  # tiles, by their shape and by query or by key
+        self.precision = product(self.dtype, problem.precision, self.widest)
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
             self.value_constants, D=self.head_dim, FEATURES=self.features,
-            PRECISION=product(self.dtype, problem.precision, self.widest),
+            PRECISION=self.precision,
         )  # fmt: skip
         for name, (batch, sequence, head), unit in zip("qkv", strides, units, strict=True):
             self.scalars.update({f"s_{name}b": batch // unit, f"s_{name}h": head // unit})
             self.constants.update({f"s_{name}": sequence, f"UNIT_{name.upper()}": unit})
-        self.statistic = Output((self.batch, self.query_heads, self.query_length), "float32")
-        dtype = self.result_dtype(x.query)
-        self.output = Output((self.batch, self.query_length, self.query_heads, self.value_dim), dtype)
-        self.query_gradient = Output(tuple(x.query.shape), dtype)
-        self.key_gradient, self.value_gradient = (Output(tuple(a.shape), dtype) for a in (x.key, x.value))
 
     def result_dtype(self, array: Any) -> str:
         """Of what is like this array."""
@@ -158,7 +174,13 @@ class PortableCall:
         found = tile(job, self.widest, self.dtype, self.problem.precision, target)
         if self.features.bias.present or self.features.dropout or self.features.cap:
             found = lighter(found, job)
-        return short(found, job, self.widest, self.dtype, target) if self.features.tiles.present else found
+        if self.features.tiles.present:
+            found = short(found, job, self.widest, self.dtype, target)
+        # products without tensor cores are unrolled
+        few = target != "interpret" and self.query_length <= FEW and self.key_length > 64 and self.precision != "ieee"
+        if few and not job.startswith("score"):
+            return for_few(found, job, self.query_length, self.key_length, self.widest, self.dtype)
+        return fitted(found, job, self.query_length, self.key_length)
 
     def run(
         self,
@@ -169,17 +191,26 @@ class PortableCall:
         outputs: Mapping[str, Output | None],
         tx: Operands,
         by_key: bool = False,
+        n_shares: int | None = None,
         **constants: Any,
     ) -> dict[str, Any]:
-        """The outputs of a kernel that goes through tiles."""
+        """The outputs of a kernel that goes through tiles; `n_shares`, of one that knows of these, float32 [n_shares, …] of
+        several."""
+        scalars = self.scalars
+        if n_shares is not None:
+            scalars = dict(scalars, n_shares=n_shares)
+        if n_shares is not None and n_shares > 1:
+            programs *= n_shares
+            constants["FEATURES"] = dataclasses.replace(constants.get("FEATURES", self.features), key_shares=True)
+            outputs = {name: o and Output((n_shares, *o.shape), "float32") for name, o in outputs.items()}
         length, block = (self.query_length, tile.block_m) if by_key else (self.key_length, tile.block_n)
         ragged = bool(length % block) or self.features.lengths
         selected, tiles = self.selected(by_key), self.tiles(tile, by_key)
         return self.launcher.launch(
             Launch(
                 kernel, programs,
-                dict(inputs, BIAS=self.bias, TBIAS=tx.bias, **selected, SEED=self.x.seed, TILES=tiles), self.scalars, outputs,
-                dict(self.constants, BM=tile.block_m, BN=tile.block_n, RAGGED=ragged, **has_tangents(tx), **constants),
+                dict(inputs, BIAS=self.bias, TBIAS=tx.bias, **selected, SEED=self.x.seed, TILES=tiles), scalars, outputs,
+                dict(self.constants, BM=tile.block_m, BN=tile.block_n, RAGGED=ragged, **has_tangents(tx)) | constants,
                 tile.num_warps, tile.num_stages, tile.registers,
             )
         )  # fmt: skip
@@ -279,6 +310,17 @@ class PortableCall:
             )  # fmt: skip
         return KeyMeans(got["MEAN"], got["T_MEAN"], common)
 
+    def shares(self, programs: int, each: int, steps: int, least: int, floats: int) -> int:
+        """See `shares.number`; they take no more memory than the operands."""
+        size = 4 if self.dtype == "float32" else 2
+        operands = size * sum(math.prod(a.shape) for a in self.x[:3])
+        return shares.number(self.launcher, programs, each, steps, least, floats, operands)
+
+    def key_shares(self, programs: int, output: Output, dual: bool) -> int:
+        """Among which the keys of a block are divided."""
+        floats = (1 + dual) * math.prod(output.shape)
+        return self.shares(programs, KEY_PROGRAMS, self.key_length, LEAST_KEYS, floats)
+
     def query_programs(self, tile: Tile) -> int:
         return triton.cdiv(self.query_length, tile.block_m) * self.batch * self.query_heads
 
@@ -311,14 +353,20 @@ def _forward(call: PortableCall, tx: Operands, saved=None):
     tx = tx._replace(bias=call.padded(tx.bias))
     t_q, t_k, t_v = call.rounded(tx[:3])
     tile = call.tile("forward_dual" if dual else "forward")
-    got = call.run(
-        forward_kernels.forward, tile, call.query_programs(tile),
-        dict(Q=call.x.query, K=call.x.key, V=call.x.value, TQ=t_q, TK=t_k, TV=t_v, SAVED=saved),
-        dict(
-            O=None if linear else call.output, LSE=None if linear else call.statistic,
-            TO=call.output if dual else None, MU=call.statistic if dual else None,
-        ), tx, NEGATIVE=call.problem.scale < 0, LINEAR=linear,
+    programs = call.query_programs(tile)
+    n_shares = call.key_shares(programs, call.output, dual)
+    outputs = dict(
+        O=None if linear else call.output, LSE=None if linear else call.statistic,
+        TO=call.output if dual else None, MU=call.statistic if dual else None,
     )  # fmt: skip
+    got = call.run(
+        forward_kernels.forward, tile, programs,
+        dict(Q=call.x.query, K=call.x.key, V=call.x.value, TQ=t_q, TK=t_k, TV=t_v, SAVED=saved),
+        outputs if n_shares == 1 else dict(outputs, O=call.output, LSE=call.statistic), tx, n_shares=n_shares,
+        NEGATIVE=call.problem.scale < 0, LINEAR=linear,
+    )  # fmt: skip
+    if n_shares > 1:
+        got = shares.merged(call.launcher, got, outputs)
     return got["O"], got["LSE"], got["TO"], got["MU"]
 
 
@@ -349,17 +397,26 @@ def _backward(call: PortableCall, y, cy, tx: Operands, ty, tcy, want, want_tange
     got: dict[str, Any] = {}
     if want.query or want_tangent.query:  # first, for it makes δ and δ̇ more exact
         tile = call.tile("query_side" + suffix)
-        means = call.key_means(t_k if want_tangent.query else None, tile)
+        means, programs = call.key_means(t_k if want_tangent.query else None, tile), call.query_programs(tile)
+        # under a cap the excess of row sums is not linear in the shares
+        divisible = not (call.corrected and call.features.cap)
+        n_shares = call.key_shares(programs, call.query_gradient, dual) if divisible else 1
         got = call.run(
-            backward_kernels.query_side, tile, call.query_programs(tile),
+            backward_kernels.query_side, tile, programs,
             dict(inputs, D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean, COMMON=means.common),
             dict(
                 D_Q=call.query_gradient if want.query else None, TD_Q=call.query_gradient if want_tangent.query else None,
                 DELTA_OUT=call.statistic, T_DELTA_OUT=call.statistic if want_tangent.query else None,
-            ), tx, WANT_Q=want.query, WANT_TQ=want_tangent.query, CORRECTED=call.corrected,
+            ), tx, n_shares=n_shares, WANT_Q=want.query, WANT_TQ=want_tangent.query, CORRECTED=call.corrected,
             FEATURES=call.of_means,
             HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None, **has,
         )  # fmt: skip
+        if n_shares > 1:
+            dtypes = dict.fromkeys(("D_Q", "TD_Q"), call.query_gradient.dtype)
+            got = {
+                name: a if a is None else shares.added(call.launcher, a, dtypes.get(name, "float32"))
+                for name, a in got.items()
+            }
         inputs["DELTA"] = got["DELTA_OUT"]
         if want_tangent.query:
             inputs["T_DELTA"] = got["T_DELTA_OUT"]
@@ -396,17 +453,25 @@ def _bias_gradients(
         shared = dict(n_b=call.batch // bias.shape[0], n_h=call.query_heads // bias.shape[1])
     else:
         shape, of_sums, shared = (call.batch, call.query_heads, call.key_length), "float32", dict(n_b=1, n_h=1)
-    blocks = triton.cdiv(call.query_length, tile.block_m) if by_row else 1
+    blocks = triton.cdiv(call.query_length, tile.block_m)
+    programs = triton.cdiv(call.key_length, tile.block_n) * shape[0] * shape[1] * (blocks if by_row else 1)
+    steps = shared["n_b"] * shared["n_h"] if by_row else blocks
+    n_shares = call.shares(programs, SCORE_PROGRAMS, steps, 1, math.prod(shape))
+    if n_shares > 1:
+        shape, of_sums = (n_shares, *shape), "float32"
     launch = Launch(
-        bias_kernels.score_side, blocks * triton.cdiv(call.key_length, tile.block_n) * shape[0] * shape[1],
+        bias_kernels.score_side, n_shares * programs,
         dict(inputs, BIAS=call.bias, TBIAS=tx.bias, **call.selected(False), SEED=call.x.seed),
-        dict(call.scalars, **shared), {name: Output(shape, of_sums) if w else None for name, w in wanted.items()},
+        dict(call.scalars, **shared, n_shares=n_shares),
+        {name: Output(shape, of_sums) if w else None for name, w in wanted.items()},
         dict(
             call.constants, BM=tile.block_m, BN=tile.block_n, WANT=want, WANT_T=want_tangent, **has_tangents(tx), **has
         ), tile.num_warps, tile.num_stages,
     )  # fmt: skip
     got = {name: a for name, a in call.launcher.launch(launch).items() if a is not None}
-    if shape == bias.shape:
+    if n_shares > 1:
+        got = {name: shares.added(call.launcher, a, dtype if by_row else "float32") for name, a in got.items()}
+    if by_row:
         return got
     return {name: call.launcher.summed(a, True, bias.shape, dtype) for name, a in got.items()}
 
@@ -437,7 +502,7 @@ def statistics(call: PortableCall, y, cy, ty, tcy, dual: bool) -> RowStatistics:
     launch = Launch(
         backward_kernels.statistics, triton.cdiv(call.query_length, block_m) * call.batch * call.query_heads,
         dict(O=o, TO=t_o, DO=d_o, TDO=t_d_o, LSE=log_sum_exp, D_LSE=d_lse, TD_LSE=t_d_lse),
-        dict(HQ=call.query_heads, LQ=call.query_length),
+        dict(HQ=1 if call.features.one_query else call.query_heads, LQ=call.query_length),
         dict(LSE2=call.statistic, DELTA=call.statistic, T_DELTA=call.statistic if dual else None),
         dict(
             call.value_constants, BM=block_m, HAS_TANGENT=dual, HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None,

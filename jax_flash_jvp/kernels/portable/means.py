@@ -101,7 +101,7 @@ def row_means(
 ):  # fmt: skip
     """P K and P K̇, of heads whose keys have much in common: a softmax over the tiles that are read."""
     LQ, LK = aligned(LQ, LK, FEATURES)
-    i_m, i_bh = own_block(tl.cdiv(LQ, BM), True, FEATURES)
+    i_m, i_bh, _ = own_block(tl.cdiv(LQ, BM), 1, True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
     if tl.load(COMMON + i_b * (HQ // GROUP) + i_h // GROUP) == 0:

@@ -15,7 +15,7 @@ TOGETHER = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cach
 # JAX for none; what they make use of is in FEATURES, see `aligned`.
 INTEGERS = (
     "HQ", "GROUP", "LQ", "LK", "s_qb", "s_qh", "s_kb", "s_kh", "s_vb", "s_vh", "left", "right", "heads", "n_tiles", "n_b", "n_h",
-    "HK", "step", "n",
+    "HK", "step", "n", "n_shares",
 )  # fmt: skip
 
 
@@ -23,19 +23,34 @@ INTEGERS = (
 
 
 @triton.jit
-def own_block(n_blocks, FROM_END: tl.constexpr, FEATURES: tl.constexpr):
-    """(block, batch entry and head) of this program, as in `hopper/programs.py`."""
+def own_block(n_blocks, n_shares, FROM_END: tl.constexpr, FEATURES: tl.constexpr):
+    """(block, batch entry and head, share of its keys) of this program, as in `hopper/programs.py`."""
     i = tl.program_id(0)
+    n = tl.num_programs(0)
+    i_share = 0
+    if FEATURES.key_shares:
+        i_share = i % n_shares
+        i = i // n_shares
+        n = n // n_shares
     if FEATURES.later_longer:
         first = i // (TOGETHER * n_blocks) * TOGETHER
-        heads = tl.minimum(tl.num_programs(0) // n_blocks - first, TOGETHER)
+        heads = tl.minimum(n // n_blocks - first, TOGETHER)
         i -= first * n_blocks
         block = i // heads
         if FROM_END:
             block = n_blocks - 1 - block
-        return block, (first + i % heads).to(tl.int64)
+        return block, (first + i % heads).to(tl.int64), i_share
     else:
-        return i % n_blocks, (i // n_blocks).to(tl.int64)
+        return i % n_blocks, (i // n_blocks).to(tl.int64), i_share
+
+
+@triton.jit
+def rows_before(i_share, n_blocks, n_shares, LQ, FEATURES: tl.constexpr):
+    """Rows of results, of all heads, in the shares before."""
+    if FEATURES.key_shares:
+        return i_share.to(tl.int64) * (tl.num_programs(0) // (n_blocks * n_shares)) * LQ
+    else:
+        return 0
 
 
 @triton.constexpr_function
@@ -128,10 +143,22 @@ def load_statistic(X, x, m_x, other: tl.constexpr, MASKED: tl.constexpr):
 def lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES: tl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
     if FEATURES.query_lengths:
-        LQ = tl.minimum(LQ, tl.load(Q_LENGTHS + i_b))
+        if FEATURES.one_query:
+            LQ = tl.where(tl.load(Q_LENGTHS + i_b) > 0, LQ, 0)
+        else:
+            LQ = tl.minimum(LQ, tl.load(Q_LENGTHS + i_b))
     if FEATURES.key_lengths:
         LK = tl.minimum(LK, tl.load(K_LENGTHS + i_b))
     return LQ, LK
+
+
+@triton.jit
+def results(i_b, i_h, HQ, LQ, D: tl.constexpr, FEATURES: tl.constexpr):
+    """(offset, stride) of the rows of a head in an array like the output, [B, T, N, D]."""
+    if FEATURES.one_query:
+        return (i_b * HQ + i_h) * LQ * D, D
+    else:
+        return (i_b * LQ * HQ + i_h) * D, HQ * D
 
 
 @triton.jit

@@ -92,8 +92,8 @@ _SCORE_SIDE: dict[str, dict] = {  # of the gradient of a bias; within 99 KiB but
         score_side_dual=((64, 32, 4, 2, 300), (32, 64, 8, 2, 200), (16, 32, 4, 2, 100)),
     ),
     "tf32": dict(
-        score_side=((32, 32, 8, 2), (32, 32, 8, 2), (16, 16, 8, 2)),
-        score_side_dual=((32, 32, 8, 2, 600), (16, 16, 8, 2, 400)),
+        score_side=((32, 32, 4, 2), (32, 32, 8, 2), (16, 16, 8, 2)),
+        score_side_dual=((32, 32, 4, 2, 700), (16, 16, 8, 2, 400)),
     ),
     "ieee": dict(
         score_side=((16, 16, 4, 2),),
@@ -175,6 +175,36 @@ def short(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str) ->
         ("key_side", 64): dict(registers=168, num_stages=2),
     }
     return tile._replace(**changes.get((job, padded(head_dim)), dict(num_stages=min(2, tile.num_stages))))
+
+
+def rows_for(length: int) -> int:
+    """Of a block that holds so many."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def fitted(tile: Tile, job: str, queries: int, keys: int) -> Tile:
+    """For sequences that are shorter than its blocks.  A warp keeps as many rows of the result, or as much of a bias."""
+    block_m, block_n = min(tile.block_m, rows_for(queries)), min(tile.block_n, rows_for(keys))
+    by_key, by_score = job.startswith(("key", "value")), job.startswith("score")
+    fewer = 1 if by_key else tile.block_m // block_m
+    if by_key or by_score:
+        fewer *= tile.block_n // block_n
+    return tile._replace(block_m=block_m, block_n=block_n, num_warps=max(1, tile.num_warps // fewer))
+
+
+FEW = 32  # queries, beside which all that a call costs is to read the keys and values
+_FOR_FEW = {  # elements of a tile of keys, stages: so that a multiprocessor has room for two or three programs
+    "forward": (8192, 3), "forward_dual": (8192, 2), "query_side": (8192, 3), "query_side_dual": (4096, 3)
+}  # fmt: skip
+
+
+def for_few(tile: Tile, job: str, queries: int, keys: int, head_dim: int, dtype: str) -> Tile:
+    """For few queries and many more keys: the warps share the columns.  (Compiled ahead of time, not measured.)"""
+    elements, stages = _FOR_FEW.get(job, (0, 2))
+    block_n = min(128, elements // rows_for(padded(head_dim)) // (2 if dtype == "float32" else 1))
+    if block_n < 32:  # four warps want as many; and the key side
+        return fitted(tile, job, queries, min(64, keys))._replace(num_stages=min(2, tile.num_stages))
+    return Tile(rows_for(queries), block_n, 4, stages)
 
 
 def tile(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile:

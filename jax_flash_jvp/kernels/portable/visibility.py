@@ -124,12 +124,13 @@ def in_ranges(ranges, o_m, first, last, LQ, FEATURES: tl.constexpr):
 def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
     """Which of the keys o_n the queries o_m see.  `first`: the first of those along the columns of the result."""
     LQ, LK, query_end, key_end, left, right, Q_SEGMENTS, K_SEGMENTS, ranges, mask, blocks = sight
+    o_q = o_m * 0 if FEATURES.one_query else o_m
     if FEATURES.right:
-        b_seen = (o_n < key_end) & (o_n <= o_m + right)
+        b_seen = (o_n < key_end) & (o_n <= o_q + right)
     else:
         b_seen = (o_n < key_end) & (o_m >= 0)
     if FEATURES.left:
-        b_seen &= o_n >= o_m - left
+        b_seen &= o_n >= o_q - left
     if FEATURES.lengths:
         b_seen &= o_m < query_end
     if FEATURES.segments:
@@ -168,16 +169,18 @@ def key_bounds(i_m, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.co
     first = 0
     whole = key_end
     stop = key_end
+    i_first = 0 if FEATURES.one_query else i_m * BM
+    i_last = 0 if FEATURES.one_query else (i_m + 1) * BM - 1
     if FEATURES.right:
-        stop = tl.minimum(key_end, tl.maximum(0, (i_m + 1) * BM + right))
-        whole = tl.minimum(key_end, tl.maximum(0, i_m * BM + 1 + right))
+        stop = tl.minimum(key_end, tl.maximum(0, i_last + 1 + right))
+        whole = tl.minimum(key_end, tl.maximum(0, i_first + 1 + right))
     if FEATURES.lengths:
         stop = tl.where(i_m * BM < query_end, stop, 0)
         whole = tl.where((i_m + 1) * BM <= query_end, whole, 0)
     whole = whole // BN * BN
     if FEATURES.left:
-        start = tl.maximum(0, i_m * BM - left) // BN * BN
-        first = tl.cdiv(tl.maximum(0, (i_m + 1) * BM - 1 - left), BN) * BN
+        start = tl.maximum(0, i_first - left) // BN * BN
+        first = tl.cdiv(tl.maximum(0, i_last - left), BN) * BN
         whole = tl.where(first < whole, whole, start)
         first = tl.minimum(first, whole)
     return start, first, whole, stop
@@ -190,10 +193,18 @@ def query_bounds(i_n, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.
     first = 0
     whole = query_end
     stop = query_end
-    if FEATURES.right:
+    if FEATURES.one_query:
+        if FEATURES.right:
+            stop = tl.where(i_n * BN <= right, stop, 0)
+        if FEATURES.left:
+            stop = tl.where(i_n * BN + BN - 1 >= -left, stop, 0)
+        if FEATURES.left or FEATURES.right:
+            first = stop
+            whole = stop
+    elif FEATURES.right:
         start = tl.maximum(0, i_n * BN - right) // BM * BM
         first = tl.minimum(tl.cdiv(tl.maximum(0, i_n * BN + BN - 1 - right), BM), tl.cdiv(query_end, BM)) * BM
-    if FEATURES.left:
+    if FEATURES.left and not FEATURES.one_query:
         stop = tl.minimum(query_end, tl.maximum(0, i_n * BN + BN + left))
         first = tl.minimum(first, tl.cdiv(stop, BM) * BM)
         whole = tl.maximum(first, tl.minimum(query_end, tl.maximum(0, i_n * BN + 1 + left)) // BM * BM)
@@ -222,6 +233,27 @@ def span(
         return start, first
     else:
         return whole, stop
+
+
+@triton.jit
+def shared_keys(start, stop, n_tiles, i_share, n_shares, B: tl.constexpr, FEATURES: tl.constexpr):
+    """Where in what all phases go over a share begins and ends."""
+    if FEATURES.key_shares:
+        if FEATURES.tiles.present:
+            start, stop = 0, n_tiles * B
+        n = tl.cdiv(tl.maximum(stop - start, 0), B)
+        return start + n * i_share // n_shares * B, start + n * (i_share + 1) // n_shares * B
+    else:
+        return start, stop
+
+
+@triton.jit
+def within(low, high, share, FEATURES: tl.constexpr):
+    """What of a phase is in a share."""
+    if FEATURES.key_shares:
+        return tl.maximum(low, share[0]), tl.minimum(high, share[1])
+    else:
+        return low, high
 
 
 @triton.jit
@@ -315,12 +347,13 @@ def look_at_tiles(
     m_last, n_last = tl.minimum(m + BM, LQ) - 1, n + BN - 1
     something = (n < key_end) & (m < query_end)
     everything = (n_last < key_end) & (m_last < query_end)
+    i_first, i_last = (0, 0) if FEATURES.one_query else (m, m_last)
     if FEATURES.right:
-        something &= n <= m_last + right
-        everything &= n_last <= m + right
+        something &= n <= i_last + right
+        everything &= n_last <= i_first + right
     if FEATURES.left:
-        something &= n_last >= m - left
-        everything &= n >= m_last - left
+        something &= n_last >= i_first - left
+        everything &= n >= i_last - left
     if FEATURES.segments:
         q_low, q_high = extent(Q_SEGMENTS + i_b * LQ, m, LQ, BM)
         k_low, k_high = extent(K_SEGMENTS + i_b * LK, n, LK, BN)

@@ -1,0 +1,216 @@
+"""Few blocks: results that several programs share, and heads that are rows, interpreted, against dense attention in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oracle
+from jax_flash_jvp import dot_product_attention
+from jax_flash_jvp.kernels.portable import jobs, shares
+from jax_flash_jvp.launch import Interpreter
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """on(multiprocessors): the attention of the interpreted kernels, as on a GPU of so many, and a list of what it launches."""
+
+    def attention(multiprocessors):
+        launches, launch = [], Interpreter.launch
+        monkeypatch.setattr(Interpreter, "multiprocessors", multiprocessors)
+
+        def recorded(self, given):
+            launches.append(given)
+            return launch(self, given)
+
+        monkeypatch.setattr(Interpreter, "launch", recorded)
+        return functools.partial(dot_product_attention, implementation="interpret"), launches
+
+    return attention
+
+
+def named(launches, kernel):
+    return [launch for launch in launches if launch.kernel.__name__ == kernel]
+
+
+# ------------------------------------------------------------------------------------------------ gradients of a bias
+
+B, T, S, N, K, D = 5, 18, 20, 4, 2, 16
+BIASES = {
+    "matrix": ((1, 1, T, S), {}),
+    "by-head": ((1, N, T, S), dict(is_causal=True)),
+    "by-key-head": ((1, K, T, S), dict(logits_soft_cap=1.5)),
+    "by-batch": ((B, 1, T, S), {}),
+    "by-key": ((1, 1, 1, S), dict(key_value_seq_lengths=np.array([20, 0, 3, 17, 20]))),
+    "by-head-and-key": ((1, N, 1, S), {}),
+    "by-batch-and-key": ((B, 1, 1, S), dict(local_window_size=(4, 2))),
+}
+
+
+def gradients_of_a_bias(features):
+    def compute(attention, x, tx, cy, cty):
+        def f(*x):
+            return attention(*x, **features)
+
+        gradient = lambda *x: jax.vjp(f, *x)[1](cy.astype(x[0].dtype))[3]
+        of_tangent = jax.vjp(lambda bias: jax.jvp(f, (*x[:3], bias), tx)[1], x[3])[1](cty.astype(x[0].dtype))
+        return {"first": gradient(*x), "second": jax.jvp(gradient, x, tx)[1], "of a tangent": of_tangent}
+
+    return compute
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", BIASES)
+def test_gradient_of_a_bias(name, dtype, on):
+    axes, features = BIASES[name]
+    shapes = (B, T, N, D), (B, S, K, D), (B, S, K, D), axes
+    x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
+    cotangents = [oracle.normal(20 + i, *shapes[0]) for i in range(2)]
+    attention, launches = on(10)
+    oracle.assert_as_exact_as_naive(gradients_of_a_bias(features), attention, (x, tx, *cotangents), dtype)
+    assert {launch.scalars["n_shares"] > 1 for launch in named(launches, "score_side")} == {True}
+
+
+def test_shares_of_many_short_sequences(on):
+    """As many programs as the GPU has room for, however few tiles the bias has; and the sum is the same on every run."""
+    attention, launches = on(4)
+    q, bias = jnp.asarray(oracle.normal(0, 64, 16, 2, 16), "bfloat16"), jnp.zeros((1, 2, 16, 16), "bfloat16")
+    gradient = jax.jit(jax.grad(lambda bias: jnp.sin(attention(q, q, q, bias).astype("float32")).sum()))
+    first, second = gradient(bias), gradient(bias)
+    assert first.tobytes() == second.tobytes()
+    (launch,), (added,) = named(launches, "score_side"), named(launches, "sum_shares")
+    assert launch.programs == 4 * 8 == 2 * launch.scalars["n_shares"]
+    assert added.outputs["SUM"].shape == bias.shape
+
+
+@pytest.mark.parametrize("n_shares", [1, 31, 32, 33])
+def test_sum_of_shares(n_shares):
+    x = oracle.normal(0, n_shares, 7, 11).astype("float32")
+    got = shares.added(Interpreter(), jnp.asarray(x), "float32")
+    np.testing.assert_allclose(got, x.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_number_of_shares():
+    number = functools.partial(shares.number, Interpreter(), each=4, least=1, most_bytes=2**20)
+    assert number(8, steps=1000, floats=1) == 66  # programs for 132 multiprocessors
+    assert number(8, steps=10, floats=1) == 10
+    assert number(8, steps=1000, floats=2**16) == 4  # in memory
+    assert number(8, steps=1000, floats=2**20) == 1
+    assert number(8, steps=1000, floats=1, least=100) == 10
+    assert number(1000, steps=1000, floats=1) == 1
+
+
+# ------------------------------------------------------------------------------------------------ keys
+
+KEYS = {  # T, S, features; of 40 keys a share of 16 or 24
+    "plain": (5, 70, {}),
+    "whole": (16, 64, {}),
+    "grouped": (5, 70, dict(heads=4)),
+    "one-query": (1, 70, dict(heads=4)),
+    "causal": (20, 70, dict(is_causal=True)),
+    "last-queries": (3, 70, dict(is_causal=True, causal_alignment="lower_right")),
+    "window": (20, 70, dict(local_window_size=(40, 3))),
+    "lengths": (3, 70, dict(key_value_seq_lengths=np.array([0, 33]), query_seq_lengths=np.array([2, 3]))),
+    "segments": (
+        6, 70, dict(
+            query_segment_ids=np.array([[0, 1, 1, 2, 2, 9]] * 2), key_value_segment_ids=np.arange(140).reshape(2, 70) // 40
+        ),
+    ),
+    "mask": (5, 70, dict(mask=oracle.normal(7, 2, 1, 5, 70) > 1.5)),
+    "cap": (5, 70, dict(logits_soft_cap=1.3)),
+    "bias": (5, 70, dict(bias=np.where(np.arange(70) < 40, -1e9, oracle.normal(6, 1, 1, 5, 70)))),
+    "negative": (5, 70, dict(scale=-0.7)),
+}  # fmt: skip
+
+
+def every_job(features):
+    def compute(attention, x, tx, cy, cty):
+        def f(*x):
+            return attention(*x, **features, return_residual=True)
+
+        y, tangent = jax.linearize(f, *x)
+        cy, cty = (jax.tree.map(lambda c, y: c.astype(y.dtype), c, y) for c in (cy, cty))
+        return {
+            "forward": f(*x),
+            "forward with tangent": jax.jvp(f, x, tx),
+            "tangent": tangent(*tx),
+            "backward": jax.linear_transpose(tangent, *x)(cy),
+            "gradient of the tangent": jax.vjp(lambda x, tx: jax.jvp(f, x, tx), x, tx)[1]((cy, cty)),
+            "tangent of the gradient": jax.jvp(lambda x, cy: jax.vjp(f, *x)[1](cy), (x, cy), (tx, cty)),
+        }
+
+    return compute
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in KEYS for dtype in ("float32", "bfloat16")[name not in ("plain", "mask") :]],
+)
+def test_shares_of_keys(name, dtype, on, monkeypatch):
+    """Of which some see nothing; also of keys that have much in common, so that the excess of row sums is taken off."""
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 16)
+    T, S, features = KEYS[name]
+    features = dict(features)
+    N = features.pop("heads", 2)
+    shapes = (2, T, N, D), (2, S, 2, D), (2, S, 2, D)
+    x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
+    x = (x[0], x[1] + 2, x[2])
+    cy, cty = ((oracle.normal(20 + i, *shapes[0]), oracle.normal(30 + i, 2, T, N)) for i in range(2))
+    attention, launches = on(8)
+    oracle.assert_as_exact_as_naive(every_job(features), attention, (x, tx, cy, cty), dtype)
+    assert {launch.scalars["n_shares"] for launch in named(launches, "forward")} <= {2, 3, 4}
+    assert len(named(launches, "merge")) == len(named(launches, "forward"))
+
+
+def test_dropout_in_shares(on, monkeypatch):
+    """Drops what it would drop without them."""
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 16)
+    q, k = jnp.asarray(oracle.normal(0, 1, 5, 2, D), "float32"), jnp.asarray(oracle.normal(1, 1, 70, 2, D), "float32")
+    f = lambda attend: attend(q, k, k, dropout_rate=0.3, dropout_key=jax.random.key(0))
+    shared, launches = on(8)
+    np.testing.assert_allclose(f(shared), f(on(1)[0]), rtol=1e-5, atol=1e-5)
+    assert len(named(launches, "merge")) == 1
+
+
+# ------------------------------------------------------------------------------------------------ one query
+
+S = 50
+ONE = {  # features; whether the query heads of a head of keys are the rows of one block
+    "plain": ({}, True),
+    "three-heads-a-key": (dict(heads=6), True),
+    "one-head": (dict(heads=2), False),
+    "first": (dict(is_causal=True), True),
+    "last": (dict(is_causal=True, causal_alignment="lower_right"), True),
+    "last-window": (dict(local_window_size=(20, 0), causal_alignment="lower_right"), True),
+    "window": (dict(local_window_size=(3, 18)), True),
+    "lengths": (dict(query_seq_lengths=np.array([1, 0]), key_value_seq_lengths=np.array([33, 9])), True),
+    "mask": (dict(mask=oracle.normal(7, 2, 2, 1, S) > 0.5), True),
+    "mask-of-heads": (dict(mask=oracle.normal(7, 1, 4, 1, S) > 0), False),
+    "cap": (dict(logits_soft_cap=1.3), True),
+    "bias": (dict(bias=(2, 1, 1, S)), True),
+    "bias-of-key-heads": (dict(bias=(1, 2, 1, S)), True),
+    "bias-of-heads": (dict(bias=(1, 4, 1, S)), False),
+    "bias-of-a-row": (dict(bias=(2, 1, 1, 1)), True),
+    "segments": (
+        dict(query_segment_ids=np.array([[1], [0]]), key_value_segment_ids=np.arange(2 * S).reshape(2, S) // 30), False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 32])
+@pytest.mark.parametrize("name", ONE)
+def test_one_query(name, multiprocessors, on, monkeypatch):
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 16)
+    features, as_rows = ONE[name]
+    features = dict(features)
+    N, axes = features.pop("heads", 4), features.pop("bias", None)
+    shapes = (2, 1, N, D), (2, S, 2, D), (2, S, 2, D), *([] if axes is None else [axes])
+    x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
+    cy, cty = ((oracle.normal(20 + i, *shapes[0]), oracle.normal(30 + i, 2, 1, N)) for i in range(2))
+    attention, launches = on(multiprocessors)
+    x = (x[0], x[1] + 2, *x[2:])
+    oracle.assert_as_exact_as_naive(every_job(features), attention, (x, tx, cy, cty), "bfloat16")
+    assert {launch.constants["FEATURES"].one_query for launch in named(launches, "forward")} == {as_rows}
+    assert bool(named(launches, "merge")) == (multiprocessors == 32)
