@@ -142,6 +142,35 @@ def test_tile(job, head_dim, kind, capability, plain):
     check(job, head_dim, kind, capability, plain=plain)
 
 
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "queries", "capability"),
+    [("half", 128, 20, 90), ("half", 64, 1, 86), ("tf32", 64, 16, 80), ("half", 256, 1, 100)],
+)
+@pytest.mark.thorough
+def test_few_queries(kind, head_dim, queries, capability):
+    """Every kernel of a call whose keys are divided among programs compiles and fits, those that merge among them."""
+    dtype, precision = KINDS[kind]
+    array = lambda length, heads: jax.ShapeDtypeStruct((2, length, heads, head_dim), dtype)
+    x, statistic = (
+        Operands(array(queries, 8), array(4000, 2), array(4000, 2)),
+        jax.ShapeDtypeStruct((2, 8, queries), "float32"),
+    )
+    y, cy, wanted = (x.query, statistic), (x.query, None), (True, True, True, False)
+    problem, recorder = Problem(scale=0.1, is_causal=True, lower_right=True, precision=precision), Recorder(capability)
+    jobs.forward(recorder, problem, x)
+    jobs.forward(recorder, problem, x, x)
+    jobs.tangent(recorder, problem, x, statistic, x)
+    jobs.backward(recorder, problem, x, y, cy, wanted)
+    jobs.backward_dual(recorder, problem, x, y, cy, (x, y, cy), wanted, wanted)
+    names = [kernel.__name__ for kernel, *_ in recorder.launches]
+    assert names.count("merge") == 3
+    assert names.count("sum_shares") == 2 + 4
+    for kernel, signature, constants, options in recorder.launches:
+        resources = compiled(kernel, signature, constants, capability=capability, **options)
+        assert resources.fits(capability), (kernel, constants, resources)
+        assert resources.spill_stores <= 900, (kernel, constants, resources)
+
+
 @pytest.mark.thorough
 def test_one_compilation_for_all_lengths(monkeypatch):
     """Also of arrays with the heads' axis first, of which the strides of heads grow with the length."""

@@ -176,9 +176,9 @@ class PortableCall:
             found = lighter(found, job)
         if self.features.tiles.present:
             found = short(found, job, self.widest, self.dtype, target)
-        # products without tensor cores are unrolled
-        few = target != "interpret" and self.query_length <= FEW and self.key_length > 64 and self.precision != "ieee"
-        if few and not job.startswith("score"):
+        most = FEW if self.dtype != "float32" else FEW // 2
+        few = self.query_length <= most and self.key_length > 64 and target != "interpret"
+        if few and self.precision != "ieee" and not job.startswith("score"):  # whose products are unrolled
             return for_few(found, job, self.query_length, self.key_length, self.widest, self.dtype)
         return fitted(found, job, self.query_length, self.key_length)
 
