@@ -176,7 +176,7 @@ def test_dropout_in_shares(on, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ one query
 
-S = 50
+CACHE = 50  # keys
 ONE = {  # features; whether the query heads of a head of keys are the rows of one block
     "plain": ({}, True),
     "three-heads-a-key": (dict(heads=6), True),
@@ -186,15 +186,15 @@ ONE = {  # features; whether the query heads of a head of keys are the rows of o
     "last-window": (dict(local_window_size=(20, 0), causal_alignment="lower_right"), True),
     "window": (dict(local_window_size=(3, 18)), True),
     "lengths": (dict(query_seq_lengths=np.array([1, 0]), key_value_seq_lengths=np.array([33, 9])), True),
-    "mask": (dict(mask=oracle.normal(7, 2, 2, 1, S) > 0.5), True),
-    "mask-of-heads": (dict(mask=oracle.normal(7, 1, 4, 1, S) > 0), False),
+    "mask": (dict(mask=oracle.normal(7, 2, 2, 1, CACHE) > 0.5), True),
+    "mask-of-heads": (dict(mask=oracle.normal(7, 1, 4, 1, CACHE) > 0), False),
     "cap": (dict(logits_soft_cap=1.3), True),
-    "bias": (dict(bias=(2, 1, 1, S)), True),
-    "bias-of-key-heads": (dict(bias=(1, 2, 1, S)), True),
-    "bias-of-heads": (dict(bias=(1, 4, 1, S)), False),
+    "bias": (dict(bias=(2, 1, 1, CACHE)), True),
+    "bias-of-key-heads": (dict(bias=(1, 2, 1, CACHE)), True),
+    "bias-of-heads": (dict(bias=(1, 4, 1, CACHE)), False),
     "bias-of-a-row": (dict(bias=(2, 1, 1, 1)), True),
     "segments": (
-        dict(query_segment_ids=np.array([[1], [0]]), key_value_segment_ids=np.arange(2 * S).reshape(2, S) // 30), False
+        dict(query_segment_ids=np.array([[1], [0]]), key_value_segment_ids=np.arange(2 * CACHE).reshape(2, CACHE) // 30), False
     ),
 }  # fmt: skip
 
@@ -206,7 +206,7 @@ def test_one_query(name, multiprocessors, on, monkeypatch):
     features, as_rows = ONE[name]
     features = dict(features)
     N, axes = features.pop("heads", 4), features.pop("bias", None)
-    shapes = (2, 1, N, D), (2, S, 2, D), (2, S, 2, D), *([] if axes is None else [axes])
+    shapes = (2, 1, N, D), (2, CACHE, 2, D), (2, CACHE, 2, D), *([] if axes is None else [axes])
     x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
     cy, cty = ((oracle.normal(20 + i, *shapes[0]), oracle.normal(30 + i, 2, 1, N)) for i in range(2))
     attention, launches = on(multiprocessors)
