@@ -76,7 +76,7 @@ def _table(path: pathlib.Path, job: str) -> str:
     who = list(dict.fromkeys(row["who"] for row in rows))
     cases = list(dict.fromkeys((row["length"], row["heads"], row["head_dim"]) for row in rows))
     cells = {(row["length"], row["heads"], row["head_dim"], row["who"]): row for row in rows}
-    lines = ["| L | heads × channels | " + " | ".join(who) + " |", "|---|---|" + "---|" * len(who)]
+    lines = ["| L | heads × D | " + " | ".join(who) + " |", "|---|---|" + "---|" * len(who)]
     for case in sorted(cases, key=lambda c: (int(c[2]), int(c[0]))):
         found = [cells.get((*case, one)) for one in who]
         times = [
