@@ -1,19 +1,19 @@
-"""One sequence over several devices: what is so in every framework.
+"""How several devices share one sequence: the part that is the same in every framework.
 
-Imports no framework: plans are tuples of numbers, and functions of arrays are given jax.numpy or torch as `xp`.
+This module imports no framework.  Plans are tuples of numbers.  Functions of arrays take jax.numpy or torch as `xp`.
 
-The devices of a ring hold equal shards of a sequence.  Rows (queries, and what belongs to them) stay; columns (keys, values and
-their tangents, and the gradients that they collect) travel once around, so that at step s device i computes on the columns of
-device i - s.  A job of such a pair of shards is the same job as on one device, with `Problem.partial`: results of a part of the
-keys.  With w = exp(ℓ of the part - ℓ), results of the forward are merged,
+The devices of a ring hold equal shards of a sequence.  Rows (queries and their results) stay.  Columns (keys, values, their
+tangents, and the gradients that they collect) travel once around: at step s device i computes on the columns of device i - s.
+Each pair of shards runs the same job as one device would, with `Problem.partial`: its results cover a part of the keys.  With
+w = exp(ℓ of the part - ℓ), results of the forward are merged by
 
     ℓ = logsumexp ℓ_i      o = Σ w_i o_i      μ = Σ w_i μ_i      ȯ = Σ w_i (ȯ_i + (μ_i - μ) o_i)
 
-and gradients, whose jobs are given the final o, ℓ, ȯ and μ, are summed.
+Gradients are summed.  Their jobs take the final o, ℓ, ȯ and μ.
 
-Shards are of one chunk each, or, "zigzag", of two: of 2n chunks, device i has those at i and 2n - 1 - i.  Then causality leaves
-every pair of devices half of its scores, in which no row needs a mask: all rows and the early columns, or the late rows and
-all columns.
+A shard is one chunk.  In "zigzag" order it is two: of 2n chunks, device i has chunks i and 2n - 1 - i.  Then causality leaves every
+pair of devices half of its scores, and no row needs a mask: either all rows with the early columns, or the late rows with all
+columns.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ Window = tuple[int | None, int | None] | None
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """How devices share the sequence of a call: in a ring, or each its rows and all columns, "rows"."""
+    """How devices share the sequence of a call: "ring", or "rows": each device has its own rows and all columns."""
 
     axes: tuple[str, ...]  # of a mesh, over which the devices are numbered
     devices: int
@@ -48,14 +48,17 @@ def chunks_of(order: Order, devices: int, device: Any) -> tuple[Any, ...]:
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
-    """Which place in the sequence each row of one in zig-zag order has: integers [length], of numpy.
+    """The position in the sequence of each row in zig-zag order, for rotary embeddings.
 
     Args:
-      length: of the whole sequence; a multiple of 2 · `devices`.
-      devices: how many share it.
+      length: the length of the whole sequence, a multiple of 2 · `devices`.
+      devices: the number of devices that share the sequence.
+
+    Returns:
+      Integers [length], a NumPy array.
 
     Raises:
-      ValueError: if `length` is no such multiple.
+      ValueError: `length` is not a multiple of 2 · `devices`.
     """
     if length % (2 * devices):
         raise ValueError(
@@ -67,12 +70,12 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def lengths_in(xp: Any, lengths: Any, starts: Sequence[Any], size: int) -> Any:
-    """How much of lengths [*, B] lies in chunks of this size, which begin at these places, the first ones first."""
+    """How much of lengths [*, B] lies in chunks of this size, which begin at the positions `starts`, in ascending order."""
     return sum(xp.clip(lengths, start, start + size) - start for start in starts)
 
 
 def ranges_in(xp: Any, ranges: Any, starts: Sequence[Any], size: int) -> Any:
-    """Ranges [*, R, 2] of places in such chunks, which stand one behind the other: R for each."""
+    """Ranges [*, R, 2] as positions within such chunks, one chunk behind the other: R ranges for each chunk."""
     chunks = (xp.clip(ranges, start, start + size) - start + i * size for i, start in enumerate(starts))
     return xp.concatenate([*chunks], -2)
 
@@ -81,8 +84,8 @@ def ranges_in(xp: Any, ranges: Any, starts: Sequence[Any], size: int) -> Any:
 
 
 class Block(NamedTuple):
-    """Rows and columns for one job: those from one chunk of a shard up to another, and the window of `Problem` in which rows see
-    columns, counted from the first of each; None: they see all."""
+    """Rows and columns of one job, from one chunk of a shard up to another.  `window` is that of `Problem`, counted from the first
+    row and column; None: rows see all columns."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -90,8 +93,8 @@ class Block(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What each device computes at each step: `kinds[table[device][step]]`, blocks without a row and a column in common.  Of
-    most kinds there is one block, or none: then rows see none of these columns."""
+    """What each device computes at each step: `kinds[table[device][step]]`.  Blocks of one kind share no score.  Most kinds have
+    one block.  A kind without a block means that rows see none of the columns."""
 
     kinds: tuple[tuple[Block, ...], ...]
     table: tuple[tuple[int, ...], ...]
@@ -105,10 +108,10 @@ def plan(
     order: Order, devices: int, queries: int, keys: int, left: int | None, right: int | None, *, gathered: bool = False,
     apart: bool = False,
 ) -> Plan:  # fmt: skip
-    """Of shards of so many queries and keys, where a query sees `left` to `right` (see `Problem.reach`, of the whole lengths).
+    """The plan for shards of `queries` and `keys`, where a query sees `left` to `right` (see `Problem.reach`, of the whole lengths).
 
-    `gathered`: each device has all keys, in the order of the sequence, and `keys` is their number: one step.
-    `apart`: blocks are of a chunk of rows and of columns each, not of several (dropout counts places).
+    `gathered`: each device has all keys in the order of the sequence, and `keys` is their number; then there is one step.
+    `apart`: a block has one chunk of rows and one of columns, never several (dropout needs positions).
     """
     found: dict[tuple[Block, ...], int] = {}
     table = []
@@ -132,7 +135,7 @@ NOTHING = "nothing"
 
 
 def _window(ahead: int, queries: int, keys: int, left: int | None, right: int | None) -> Any:
-    """In which rows see columns, where the first row is `ahead` of the first column; or NOTHING."""
+    """The window in which rows see columns if the first row is `ahead` of the first column; or NOTHING."""
     left = None if left is None else left - ahead
     right = None if right is None else right + ahead
     if (right is not None and right <= -queries) or (left is not None and left <= -keys):
@@ -143,7 +146,7 @@ def _window(ahead: int, queries: int, keys: int, left: int | None, right: int | 
 
 
 def _blocks(grid: list[list[Any]], apart: bool) -> tuple[Block, ...]:
-    """Of the windows of chunks of rows and columns; those that see all are put together."""
+    """The blocks for the windows of chunks of rows and columns.  Chunks that see everything are joined."""
     of_rows = []
     for windows in grid:
         blocks: list[tuple[tuple[int, int], Window]] = []
@@ -188,8 +191,10 @@ def strategy_of(
     asked: Strategy | None, devices: int, key_heads: int, along_queries: Sequence[str],
     names: tuple[str, str] = ("context_strategy", "context_axis"),
 ) -> Strategy:  # fmt: skip
-    """Ulysses where the heads of keys can be divided among the devices, else a ring.  `along_queries`: the arguments that vary
-    along queries and cannot be divided by heads: a bias, a mask; `names`: of the arguments for the strategy and the devices."""
+    """The strategy of a call: "ulysses" if the devices divide the key heads, otherwise "ring".
+
+    `along_queries`: the arguments that vary along queries and cannot be divided by heads (a bias, a mask).
+    `names`: what the arguments for the strategy and for the devices are called, for errors."""
     name, of_devices = names
     if asked is not None and asked not in STRATEGIES:
         raise ValueError(f"`{name}` must be None or one of {STRATEGIES}: got {asked!r}")

@@ -1,8 +1,8 @@
-"""A job of attention where devices share the sequence, in JAX: a ring below the rules of differentiation.
+"""Runs a job of attention in JAX where devices share the sequence, in a ring below the rules of differentiation.
 
-So a derivative keeps its kernels, and no residual knows of a ring: each job here is the same job on pairs of shards, whose
-results are merged or summed, see `context.py`.  What travels may be under way while a pair is computed: the shard for the next
-step is sent before, and what this shard has collected so far arrives meanwhile.
+Therefore each derivative keeps its kernels, and no residual depends on the ring.  A job here runs the same job on pairs of shards
+and merges or sums the results (formulas: `context.py`).  Transfers overlap with the computation of a pair: the shard for the next
+step is sent before, and the gradients collected so far arrive meanwhile.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def columns_of(args: Any) -> list[Any]:
 
 
 class Shards:
-    """A device's share of a call, and of those of the others what a step brings."""
+    """A device's share of a call, and the shares of other devices that each step brings."""
 
     def __init__(self, context: Context, problem: Problem, x: Operands):
         self.axes, self.devices, self.order = context.axes, context.devices, context.order
@@ -58,13 +58,13 @@ class Shards:
     def computed(
         self, pair: Pair, name: str, block: Block, step: Any, args: Any, columns: Sequence[Any], **static: Any
     ) -> list[Any]:
-        """A block's results."""
+        """The results of a block."""
         problem = dataclasses.replace(self.problem, window=block.window)
         got = pair(name, problem, *self.part(block, step, args, columns), **static)
         return vary_as(jax.tree.leaves(got), args[0].query)
 
     def part(self, block: Block, step: Any, args: Any, columns: Sequence[Any]) -> Any:
-        """The arguments for a block, of those of all rows of this device, and the columns of this step."""
+        """The arguments for a block, cut from those of all rows of this device and from the columns of this step."""
         leaves, tree = tree_flatten(args)
         arrived, cut = iter(columns), []
         for a, (kind, axis) in zip(leaves, kinds_of(args), strict=True):
@@ -99,7 +99,7 @@ class Shards:
         return [chunk * self.column_chunk for chunk in chunks[slice(*block.columns)]]
 
     def added(self, whole: Any, part: Any, zeros: Any, kind: str, block: Block, step: Any) -> Any:
-        """Of gradients, a block's to the sum so far, which may be None."""
+        """The sum of gradients so far, which may be None, with those of a block added."""
         if kind == "scores":
             whole = zeros if whole is None else whole
             row = block.rows[0] * self.row_chunk if whole.shape[2] > 1 else 0
@@ -116,13 +116,13 @@ class Shards:
         return _replaced(whole, _sliced(whole, 1, parts, chunk) + part, 1, parts, chunk)
 
     def sent(self, tree: Any) -> Any:
-        """To the next device."""
+        """The arrays, sent to the next device of the ring."""
         ring = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axes, ring), tree)
 
     def around(self, compute: Callable, columns: list[Any], rows: Any) -> tuple[Any, list[Any]]:
-        """compute(blocks, step, columns, rows) gives the rows with those of these blocks, and what the columns collect.  After
-        all steps: the rows, and what this device's own columns have collected."""
+        """Runs all steps.  compute(blocks, step, columns, rows) returns the rows after these blocks, and what the columns collect.
+        Returns the final rows, and what this device's own columns have collected."""
 
         def at(steps: range, step: Any, columns: list[Any], rows: Any) -> Any:
             numbers = sorted({of_device[s] for of_device in self.plan.table for s in steps})
@@ -172,7 +172,7 @@ def _replaced(whole: Any, part: Any, axis: int, parts: tuple[int, int], chunk: i
 
 
 def run(pair: Pair, name: str, problem: Problem, x: Operands, *args: Any, **static: Any) -> Any:
-    """The job on this device's shards of the arguments: its shards of the results."""
+    """Runs a job on this device's shards of the arguments.  Returns its shards of the results."""
     context = problem.context
     assert context is not None
     shards = Shards(context, problem, x)

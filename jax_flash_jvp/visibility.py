@@ -1,12 +1,12 @@
-"""Who sees whom, in a line: `key_ranges` of the usual patterns, for arrays of JAX, of PyTorch and of numpy.
+"""Builds `key_ranges` for the common masks, in one line each, for JAX, PyTorch and NumPy arrays.
 
     from jax_flash_jvp import visibility
     o = dot_product_attention(q, k, v, key_ranges=visibility.prefix(1024, 100, like=q))
 
-Every function but `sliding_tile` returns int32 [1|B, 1, T, R, 2]: of each query the intervals [start, end) of keys that it sees.
-`like`, any array, says of which framework, and on which device, the result is; without it, and without other arrays, numpy's.
-Numbers that may be arrays of one for each batch entry, [B], may be traced: their values need no recompilation.  Sizes that are
-not positive or do not fit raise a ValueError, what is no integer a TypeError.
+Every function except `sliding_tile` and `matrix` returns int32 [1|B, 1, T, R, 2]: for each query the intervals [start, end) of
+keys that it attends to.  `like` is any array.  It decides the framework and the device of the result.  Without it the other array
+arguments decide, and without these the result is a NumPy array.  Arguments that may be arrays [B] may be traced: new values need
+no recompilation.  Sizes that are not positive or do not fit raise a ValueError.  Values that are not integers raise a TypeError.
 """
 
 import importlib
@@ -107,14 +107,14 @@ def _ends(name: str, edges: Any, lengths: Any, arrays: _Arrays) -> Any:
 
 
 def causal(queries: int, *, offset: Any = 0, like: Any = None) -> Any:
-    """Query i sees keys 0 … i + offset; `offset`, a number or [B], is how many keys stand in a cache before the queries."""
+    """Query i attends to keys 0 … i + offset.  `offset`, a number or [B], counts the keys in a cache before the first query."""
     return window(queries, offset=offset, right=0, like=like)
 
 
 def window(
     queries: int, left: int | None = None, right: int | None = None, *, offset: Any = 0, like: Any = None
 ) -> Any:
-    """Query i sees keys i + offset - left … i + offset + right; None does not limit a side."""
+    """Query i attends to keys i + offset - left … i + offset + right.  None does not limit a side.  `offset` is as in `causal`."""
     arrays, left, right = _Arrays(like, offset), _limit("left", left), _limit("right", right)
     i = arrays.numbers(queries) + _rows("offset", offset, arrays)
     end = i * 0 + np.iinfo(np.int32).max if right is None else i + (right + 1)
@@ -122,21 +122,22 @@ def window(
 
 
 def prefix(queries: int, length: Any, *, like: Any = None) -> Any:
-    """Query i sees keys 0 … i, and all of the first `length`, a number or [B]: a prefix language model."""
+    """Query i attends to keys 0 … i and to the first `length` keys, a number or [B], as in a prefix language model."""
     arrays = _Arrays(like, length)
     i, length = arrays.numbers(queries), _rows("length", length, arrays)
     return arrays.ranges((0, arrays.module.maximum(i + 1, length)))
 
 
 def block_causal(queries: int, block: int, *, like: Any = None) -> Any:
-    """A query sees the keys of its block and of those before: frames of a video, one after the other."""
+    """A query attends to the keys of its own block of size `block` and of all earlier blocks, such as the frames of a video."""
     arrays = _Arrays(like)
     return arrays.ranges((0, (arrays.numbers(queries) // _count("block", block) + 1) * block))
 
 
 def teacher_forcing(queries: int, block: int, *, like: Any = None) -> Any:
-    """Of a sequence and its noisy copy behind it, `queries` in all, in blocks: clean ones see clean ones as in `block_causal`; a
-    noisy one sees itself and the clean ones before it.  So every block is generated from clean ones, all in one pass."""
+    """The first half of the `queries` is a clean sequence, the second half its noisy copy; both are cut into blocks.  A clean
+    block attends as in `block_causal`.  A noisy block attends to itself and to the clean blocks before it.  So one pass trains the
+    generation of every block from clean ones."""
     arrays = _Arrays(like)
     if queries % 2:
         raise ValueError(f"`queries` must be even, a sequence and a noisy copy as long: got {queries}")
@@ -164,14 +165,23 @@ def documents(
     causal_alignment: Alignment = "lower_right",
     like: Any = None,
 ) -> Any:
-    """Query i sees the keys of its document: that with cu_seqlens[d] <= i < cu_seqlens[d + 1], whose keys are from
-    key_cu_seqlens[d] on (as the queries, if None).  Causality and windows count from the lower right corner of each document, as
-    in flash-attn; with `causal_alignment` "upper_left", from its first query and key.  `lengths` and `key_lengths`, integers
-    [documents], say how many queries and keys of each document count; None: all.  Queries of no document, and those that do not
-    count, see nothing.
+    """A query attends to the keys of its own document.  Queries of no document attend to nothing.
 
-    For the kernels to read nothing behind the last document, pass its end as the lengths of queries and keys too:
-    `query_seq_lengths=cu_seqlens[-1:]`, `key_value_seq_lengths=key_cu_seqlens[-1:]`."""
+    To keep the kernels from reading anything after the last document, also pass its end as the lengths of queries and keys:
+    `query_seq_lengths=cu_seqlens[-1:]`, `key_value_seq_lengths=key_cu_seqlens[-1:]`.
+
+    Args:
+      queries: the number of queries, T.
+      cu_seqlens: integers [documents + 1].  The queries of document d are cu_seqlens[d] … cu_seqlens[d + 1] - 1.
+      key_cu_seqlens: likewise for the keys.  None: as the queries.
+      lengths: integers [documents], how many queries of each document are in use; the others attend to nothing.  None: all.
+      key_lengths: likewise for the keys; no query attends to the others.
+      is_causal: query i attends to no later key of its document.
+      window: (left, right), how many keys to either side; None does not limit a side.
+      causal_alignment: "lower_right": causality and windows count from the last query and key of each document, as in
+        flash-attn.  "upper_left": they count from the first.
+      like: any array; decides the framework and the device of the result.
+    """
     arrays = _Arrays(like, cu_seqlens, key_cu_seqlens, lengths, key_lengths)
     q_edges = arrays.places("cu_seqlens", cu_seqlens)
     alike = key_cu_seqlens is None or key_cu_seqlens is cu_seqlens
@@ -220,11 +230,19 @@ def tokens_in_documents(tokens: int, edges: Sequence[int], other_edges: Sequence
 def sliding_tile(
     grid: Sequence[int], tile: Sequence[int], window: Sequence[int], *, like: Any = None
 ) -> dict[str, Any]:
-    """Of a grid of tokens (frames, rows, columns) in tile order, tile after tile of tokens that lie together: every tile sees a
-    window of so many tiles around it, which at the grid's edges is moved inwards (arXiv:2502.04507).
+    """A token of a grid attends to a window of tiles around its own tile (arXiv:2502.04507).  At the edges of the grid the window
+    is moved inwards.  The tokens must be in tile order: all tokens of one tile, then those of the next.
 
-    Returns the keywords of the call: `key_ranges`, where few say it; or else a mask of blocks, `mask` (of PyTorch `attn_mask`),
-    with its `mask_block_size`."""
+    Args:
+      grid: the number of tokens along each axis, such as (frames, rows, columns).
+      tile: the number of tokens of a tile along each axis; divides `grid`.
+      window: the number of tiles in the window along each axis.
+      like: any array; decides the framework and the device of the result.
+
+    Returns:
+      Keyword arguments for the call: `key_ranges` if at most eight ranges a query suffice, otherwise `mask` (in PyTorch
+      `attn_mask`) with `mask_block_size`.
+    """
     for name, sizes in (("grid", grid), ("tile", tile), ("window", window)):
         if not len(sizes) == len(grid) > 0:
             raise ValueError(f"`{name}` must have a number for each axis of `grid`: got {tuple(sizes)}")
@@ -255,7 +273,7 @@ def sliding_tile(
 
 
 def matrix(key_ranges: Any, keys: int) -> Any:
-    """The boolean mask, [1|B, 1, T, keys], that ranges stand for: to look at, not to compute with."""
+    """The boolean mask [1|B, 1, T, keys] that the ranges stand for, for inspection."""
     arrays = _Arrays(key_ranges)
     j = arrays.numbers(keys)
     return ((key_ranges[..., :1] <= j) & (j < key_ranges[..., 1:])).any(-2)
