@@ -11,9 +11,9 @@ w = exp(ℓ of the part - ℓ), results of the forward are merged by
 
 Gradients are summed.  Their jobs take the final o, ℓ, ȯ and μ.
 
-A shard is one chunk.  In "zigzag" order it is two: of 2n chunks, device i has chunks i and 2n - 1 - i.  Then causality leaves every
-pair of devices half of its scores, and no row needs a mask: either all rows with the early columns, or the late rows with all
-columns.
+A shard is one chunk.  In "zigzag" order it is two: of 2n chunks, device i has chunks i and 2n - 1 - i.  Then causality leaves
+every pair of devices half of its scores, and no row needs a mask: either all rows with the early columns, or the late rows with
+all columns.
 """
 
 import dataclasses
@@ -84,8 +84,8 @@ def ranges_in(xp: Any, ranges: Any, starts: Sequence[Any], size: int) -> Any:
 
 
 class Block(NamedTuple):
-    """Rows and columns of one job, from one chunk of a shard up to another.  `window` is that of `Problem`, counted from the first
-    row and column; None: rows see all columns."""
+    """Rows and columns of one job, from one chunk of a shard up to another.  `window` is that of `Problem`, counted from the
+    first row and column; None: rows see all columns."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -108,7 +108,7 @@ def plan(
     order: Order, devices: int, queries: int, keys: int, left: int | None, right: int | None, *, gathered: bool = False,
     apart: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan for shards of `queries` and `keys`, where a query sees `left` to `right` (see `Problem.reach`, of the whole lengths).
+    """The plan for shards of so many queries and keys.  A query sees `left` to `right` (`Problem.reach` of the whole lengths).
 
     `gathered`: each device has all keys in the order of the sequence, and `keys` is their number; then there is one step.
     `apart`: a block has one chunk of rows and one of columns, never several (dropout needs positions).

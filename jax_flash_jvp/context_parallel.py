@@ -121,8 +121,8 @@ class Shards:
         return jax.tree.map(lambda a: lax.ppermute(a, self.axes, ring), tree)
 
     def around(self, compute: Callable, columns: list[Any], rows: Any) -> tuple[Any, list[Any]]:
-        """Runs all steps.  compute(blocks, step, columns, rows) returns the rows after these blocks, and what the columns collect.
-        Returns the final rows, and what this device's own columns have collected."""
+        """Runs all steps.  compute(blocks, step, columns, rows) returns the rows after these blocks, and what the columns
+        collect.  Returns the final rows, and what this device's own columns have collected."""
 
         def at(steps: range, step: Any, columns: list[Any], rows: Any) -> Any:
             numbers = sorted({of_device[s] for of_device in self.plan.table for s in steps})

@@ -114,7 +114,7 @@ def causal(queries: int, *, offset: Any = 0, like: Any = None) -> Any:
 def window(
     queries: int, left: int | None = None, right: int | None = None, *, offset: Any = 0, like: Any = None
 ) -> Any:
-    """Query i attends to keys i + offset - left … i + offset + right.  None does not limit a side.  `offset` is as in `causal`."""
+    """Query i attends to keys i + offset - left … i + offset + right.  None does not limit a side.  `offset`: see `causal`."""
     arrays, left, right = _Arrays(like, offset), _limit("left", left), _limit("right", right)
     i = arrays.numbers(queries) + _rows("offset", offset, arrays)
     end = i * 0 + np.iinfo(np.int32).max if right is None else i + (right + 1)
@@ -136,8 +136,8 @@ def block_causal(queries: int, block: int, *, like: Any = None) -> Any:
 
 def teacher_forcing(queries: int, block: int, *, like: Any = None) -> Any:
     """The first half of the `queries` is a clean sequence, the second half its noisy copy; both are cut into blocks.  A clean
-    block attends as in `block_causal`.  A noisy block attends to itself and to the clean blocks before it.  So one pass trains the
-    generation of every block from clean ones."""
+    block attends as in `block_causal`.  A noisy block attends to itself and to the clean blocks before it.  So one pass trains
+    the generation of every block from clean ones."""
     arrays = _Arrays(like)
     if queries % 2:
         raise ValueError(f"`queries` must be even, a sequence and a noisy copy as long: got {queries}")
