@@ -1,0 +1,172 @@
+"""Functions of :mod:`torch.nn.functional` with their tangents written out: what `patch` puts in place of PyTorch's.
+
+PyTorch's own rules give an operand without a tangent, such as a weight, one of zeros, and compute with it: a product of matrices
+too many for each linear layer, and a node that Inductor cannot compile.  Those of norms with weights do not compile at all.  These
+functions take a dual tensor apart, compute its primal by PyTorch's function and its tangent from the primals, and join the two;
+so both can be differentiated again.  Where no forward-mode level is open they are PyTorch's.
+"""
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function
+
+# PyTorch's, whatever `patch` puts in their place
+_batch_norm, _group_norm, _instance_norm, _layer_norm = F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm
+_linear, _make_dual = F.linear, forward_ad.make_dual
+HALF = torch.float16, torch.bfloat16
+
+
+def make_dual(tensor: Tensor, tangent: Tensor, *, level: int | None = None) -> Any:
+    """:func:`torch.autograd.forward_ad.make_dual`, which torch.func.jvp calls.  A compiler cannot trace views of a dual tensor
+    whose primal is a view itself."""
+    return _make_dual(tensor.clone() if torch.compiler.is_compiling() else tensor, tangent, level=level)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if _plain(input, weight, bias) or input.dim() < 2 or weight.dim() != 2:
+        return _linear(input, weight, bias)
+    x, t_x = forward_ad.unpack_dual(input)
+    if t_x is None or _dual(weight, bias):
+        return _linear(input, weight, bias)
+    # of two axes, whose result is no view
+    y = _make_dual(_linear(x.flatten(0, -2), weight, bias), _linear(t_x.flatten(0, -2), weight))
+    return y.unflatten(0, input.shape[:-1])
+
+
+def _convolution(original: Callable) -> Callable:
+    def convolution(input, weight, bias=None, *args, **kwargs):
+        if _plain(input, weight, bias) or input.dim() != weight.dim():  # without a batch axis results are views
+            return original(input, weight, bias, *args, **kwargs)
+        x, t_x = forward_ad.unpack_dual(input)
+        if t_x is None or _dual(weight, bias):
+            return original(input, weight, bias, *args, **kwargs)
+        return _make_dual(original(x, weight, bias, *args, **kwargs), original(t_x, weight, None, *args, **kwargs))
+
+    return convolution
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    if _plain(input, weight, bias):
+        return _layer_norm(input, normalized_shape, weight, bias, eps)
+    return _normalized(input, tuple(normalized_shape), weight, bias, eps, lambda a: a)
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    if _plain(input, weight, bias) or input.dim() < 2 or not input.numel() or input.shape[1] % num_groups:
+        return _group_norm(input, num_groups, weight, bias, eps)  # which may raise
+    groups = input.reshape(input.shape[0], num_groups, -1)
+    weight, bias = (_along_channels(a, input) for a in (weight, bias))
+    return _normalized(groups, tuple(groups.shape[2:]), weight, bias, eps, lambda a: a.reshape(input.shape))
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+    if running_mean is not None or input.dim() < 3 or math.prod(input.shape[2:]) == 1 or _plain(input, weight, bias):
+        return _instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return group_norm(input, input.shape[1], weight, bias, eps)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training or running_mean is None or running_var is None or _plain(input, weight, bias) or eps < 0:
+        return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    mean, rstd = (_along_channels(a, input) for a in (running_mean, torch.rsqrt(running_var + eps)))
+    weight, bias = (_along_channels(a, input) for a in (weight, bias))
+    x, t_x = forward_ad.unpack_dual(input)
+    if t_x is None or _dual(running_mean, running_var):
+        return _affine((input - mean) * rstd, None, weight, bias).to(input.dtype)
+    return _affine((x - mean) * rstd, t_x * rstd, weight, bias, input.dtype)
+
+
+def _normalized(input, shape, weight, bias, eps, restore):
+    """layer_norm over `shape`; `restore` gives results their own shape, before weight and bias."""
+    # PyTorch rounds once; autocast has its own dtypes
+    half = input.dtype in HALF and not torch.is_autocast_enabled(input.device.type)
+    x, t_x = forward_ad.unpack_dual(input.float() if half else input)
+    y = _layer_norm(x, shape, None, None, eps)
+    dtype = input.dtype if half else y.dtype
+    if t_x is None:
+        return _affine(restore(y), None, weight, bias).to(dtype)
+    axes = tuple(range(-len(shape), 0))
+    t_x = t_x - t_x.mean(axes, keepdim=True)
+    rstd = torch.rsqrt(x.to(y.dtype).var(axes, correction=0, keepdim=True) + eps)
+    t_y = (t_x - y * (y * t_x).mean(axes, keepdim=True)) * rstd
+    return _affine(restore(y), restore(t_y), weight, bias, dtype)
+
+
+def _affine(y, t_y, weight, bias, dtype=None):
+    """y * weight + bias, a dual tensor if `t_y` is given."""
+    if t_y is None:
+        y = y if weight is None else y * weight
+        return y if bias is None else y + bias
+    if weight is not None:
+        weight, t_weight = forward_ad.unpack_dual(weight)
+        t_y = t_y * weight if t_weight is None else t_y * weight + y * t_weight
+        y = y * weight
+    if bias is not None:
+        bias, t_bias = forward_ad.unpack_dual(bias)
+        t_y = t_y if t_bias is None else t_y + t_bias
+        y = y + bias
+    return _make_dual(y.to(dtype), t_y.to(dtype))
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    """No forward-mode level is open, or a class overrides functions."""
+    return forward_ad._current_level < 0 or has_torch_function(tensors)
+
+
+def _dual(*tensors: Tensor | None) -> bool:
+    return any(a is not None and forward_ad.unpack_dual(a).tangent is not None for a in tensors)
+
+
+def _along_channels(a: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if a is None else a.reshape(1, -1, *(1,) * (like.dim() - 2))
+
+
+FUNCTIONS: dict[Callable, Callable] = {  # by PyTorch's
+    _make_dual: make_dual,
+    _linear: linear,
+    _layer_norm: layer_norm,
+    _group_norm: group_norm,
+    _instance_norm: instance_norm,
+    _batch_norm: batch_norm,
+    **{function: _convolution(function) for function in (F.conv1d, F.conv2d, F.conv3d)},
+}
+for _theirs, _ours in FUNCTIONS.items():  # torch.jit.script compiles PyTorch's.  Private
+    if isinstance(_theirs, types.FunctionType):
+        _ours.__prepare_scriptable__ = lambda theirs=_theirs: theirs  # type: ignore[attr-defined]
+    else:
+        torch.jit._builtins._register_builtin(_ours, f"aten::{_theirs.__name__}")
