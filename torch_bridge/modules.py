@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack  # private
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
 # PyTorch's, whatever `patch` puts in their place
 _batch_norm, _group_norm, _instance_norm, _layer_norm = F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm
-_linear, _make_dual = F.linear, forward_ad.make_dual
+_glu, _linear, _make_dual = F.glu, F.linear, forward_ad.make_dual
 HALF = torch.float16, torch.bfloat16
 
 
@@ -32,11 +33,11 @@ def make_dual(tensor: Tensor, tangent: Tensor, *, level: int | None = None) -> A
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _plain(input, weight, bias) or input.dim() < 2 or weight.dim() != 2:
         return _linear(input, weight, bias)
-    x, t_x = forward_ad.unpack_dual(input)
+    x, t_x = _unpack_dual(input)
     if t_x is None or _dual(weight, bias):
         return _linear(input, weight, bias)
     # of two axes, whose result is no view
-    y = _make_dual(_linear(x.flatten(0, -2), weight, bias), _linear(t_x.flatten(0, -2), weight))
+    y = _make_dual(_linear(x.flatten(0, -2), weight, bias), _linear(t_x.flatten(0, -2), weight), level=0)
     return y.unflatten(0, input.shape[:-1])
 
 
@@ -44,10 +45,11 @@ def _convolution(original: Callable) -> Callable:
     def convolution(input, weight, bias=None, *args, **kwargs):
         if _plain(input, weight, bias) or input.dim() != weight.dim():  # without a batch axis results are views
             return original(input, weight, bias, *args, **kwargs)
-        x, t_x = forward_ad.unpack_dual(input)
+        x, t_x = _unpack_dual(input)
         if t_x is None or _dual(weight, bias):
             return original(input, weight, bias, *args, **kwargs)
-        return _make_dual(original(x, weight, bias, *args, **kwargs), original(t_x, weight, None, *args, **kwargs))
+        y, t_y = original(x, weight, bias, *args, **kwargs), original(t_x, weight, None, *args, **kwargs)
+        return _make_dual(y, t_y, level=0)
 
     return convolution
 
@@ -105,51 +107,83 @@ def batch_norm(
         return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     mean, rstd = (_along_channels(a, input) for a in (running_mean, torch.rsqrt(running_var + eps)))
     weight, bias = (_along_channels(a, input) for a in (weight, bias))
-    x, t_x = forward_ad.unpack_dual(input)
+    x, t_x = _unpack_dual(_wide(input))
     if t_x is None or _dual(running_mean, running_var):
-        return _affine((input - mean) * rstd, None, weight, bias).to(input.dtype)
+        return _affine((_wide(input) - mean) * rstd, None, weight, bias, input.dtype)
     return _affine((x - mean) * rstd, t_x * rstd, weight, bias, input.dtype)
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    """PyTorch's has no gradient through its JVP."""
+    if _plain(input) or input.dim() == 0 or input.shape[dim] % 2:
+        return _glu(input, dim)  # which may raise
+    values, gates = input.chunk(2, dim)
+    return values * gates.sigmoid()
 
 
 def _normalized(input, shape, weight, bias, eps, restore):
     """layer_norm over `shape`; `restore` gives results their own shape, before weight and bias."""
-    # PyTorch rounds once; autocast has its own dtypes
-    half = input.dtype in HALF and not torch.is_autocast_enabled(input.device.type)
-    x, t_x = forward_ad.unpack_dual(input.float() if half else input)
+    kind = input.device.type
+    # CUDA's autocast has float32 for norms, the CPU's leaves them
+    dtype = torch.float32 if kind != "cpu" and torch.is_autocast_enabled(kind) else input.dtype
+    x, t_x = _unpack_dual(_wide(input))
     y = _layer_norm(x, shape, None, None, eps)
-    dtype = input.dtype if half else y.dtype
     if t_x is None:
-        return _affine(restore(y), None, weight, bias).to(dtype)
+        return _affine(restore(y), None, weight, bias, dtype)
     axes = tuple(range(-len(shape), 0))
     t_x = t_x - t_x.mean(axes, keepdim=True)
-    rstd = torch.rsqrt(x.to(y.dtype).var(axes, correction=0, keepdim=True) + eps)
+    rstd = torch.rsqrt(x.var(axes, correction=0, keepdim=True) + eps)
     t_y = (t_x - y * (y * t_x).mean(axes, keepdim=True)) * rstd
     return _affine(restore(y), restore(t_y), weight, bias, dtype)
 
 
-def _affine(y, t_y, weight, bias, dtype=None):
-    """y * weight + bias, a dual tensor if `t_y` is given."""
+def _affine(y, t_y, weight, bias, dtype):
+    """y * weight + bias, a dual tensor if `t_y` is given, rounded once."""
     if t_y is None:
         y = y if weight is None else y * weight
-        return y if bias is None else y + bias
+        return (y if bias is None else y + bias).to(dtype)
     if weight is not None:
-        weight, t_weight = forward_ad.unpack_dual(weight)
+        weight, t_weight = _unpack_dual(weight)
         t_y = t_y * weight if t_weight is None else t_y * weight + y * t_weight
         y = y * weight
     if bias is not None:
-        bias, t_bias = forward_ad.unpack_dual(bias)
+        bias, t_bias = _unpack_dual(bias)
         t_y = t_y if t_bias is None else t_y + t_bias
         y = y + bias
-    return _make_dual(y.to(dtype), t_y.to(dtype))
+    return _make_dual(y.to(dtype), t_y.to(dtype), level=0)
+
+
+def _wide(a: Tensor) -> Tensor:
+    return a.float() if a.dtype in HALF else a
 
 
 def _plain(*tensors: Tensor | None) -> bool:
     """No forward-mode level is open, or a class overrides functions."""
-    return forward_ad._current_level < 0 or has_torch_function(tensors)
+    return not (forward_ad._current_level >= 0 or _traced_level()) or has_torch_function(tensors)
+
+
+def _traced_level() -> bool:
+    """Is a JVP open that a compiler replays?  Of these Python knows nothing."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    levels = get_interpreter_stack()
+    return levels is not None and any(level.key() == TransformType.Jvp for level in levels)
+
+
+def _unpack_dual(a: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The primal and the tangent, which is None where there is none, or none of the innermost transformation."""
+    return (a, None) if _within_vmap() else forward_ad.unpack_dual(a, level=0)  # PyTorch has one level
+
+
+@torch._dynamo.assume_constant_result  # in a trace too it depends on what is traced alone
+def _within_vmap() -> bool:
+    """Innermost, which cannot take dual tensors apart."""
+    levels = get_interpreter_stack()
+    return bool(levels) and levels[-1].key() == TransformType.Vmap
 
 
 def _dual(*tensors: Tensor | None) -> bool:
-    return any(a is not None and forward_ad.unpack_dual(a).tangent is not None for a in tensors)
+    return any(a is not None and _unpack_dual(a)[1] is not None for a in tensors)
 
 
 def _along_channels(a: Tensor | None, like: Tensor) -> Tensor | None:
@@ -159,6 +193,7 @@ def _along_channels(a: Tensor | None, like: Tensor) -> Tensor | None:
 FUNCTIONS: dict[Callable, Callable] = {  # by PyTorch's
     _make_dual: make_dual,
     _linear: linear,
+    _glu: glu,
     _layer_norm: layer_norm,
     _group_norm: group_norm,
     _instance_norm: instance_norm,
