@@ -1,9 +1,10 @@
 """Functions of :mod:`torch.nn.functional` with their tangents written out: what `patch` puts in place of PyTorch's.
 
-PyTorch's own rules give an operand without a tangent, such as a weight, one of zeros, and compute with it: a product of matrices
-too many for each linear layer, and a node that Inductor cannot compile.  Those of norms with weights do not compile at all.  These
-functions take a dual tensor apart, compute its primal by PyTorch's function and its tangent from the primals, and join the two;
-so both can be differentiated again.  Where no forward-mode level is open they are PyTorch's.
+PyTorch's rules give an operand without a tangent, such as a weight, one of zeros, and compute with it: a product of matrices too
+many for each linear layer, and nodes that Inductor cannot compile.  Its norms with weights do not compile at all, and take their
+mean and deviation for constants in a gradient through a JVP, which is wrong.  These functions take a dual tensor apart, compute
+primal and tangent by what PyTorch differentiates rightly, and join the two.  Where no forward-mode level is open they are
+PyTorch's.
 """
 
 import math
@@ -25,8 +26,7 @@ HALF = torch.float16, torch.bfloat16
 
 
 def make_dual(tensor: Tensor, tangent: Tensor, *, level: int | None = None) -> Any:
-    """:func:`torch.autograd.forward_ad.make_dual`, which torch.func.jvp calls.  A compiler cannot trace views of a dual tensor
-    whose primal is a view itself."""
+    """A compiler cannot trace views of a dual tensor whose primal is a view itself."""
     return _make_dual(tensor.clone() if torch.compiler.is_compiling() else tensor, tangent, level=level)
 
 
@@ -105,8 +105,8 @@ def batch_norm(
 ) -> Tensor:
     if training or running_mean is None or running_var is None or _plain(input, weight, bias) or eps < 0:
         return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    mean, rstd = (_along_channels(a, input) for a in (running_mean, torch.rsqrt(running_var + eps)))
-    weight, bias = (_along_channels(a, input) for a in (weight, bias))
+    mean, var, weight, bias = (_along_channels(a, input) for a in (running_mean, running_var, weight, bias))
+    rstd = torch.rsqrt(var + eps)
     x, t_x = _unpack_dual(_wide(input))
     if t_x is None or _dual(running_mean, running_var):
         return _affine((_wide(input) - mean) * rstd, None, weight, bias, input.dtype)
@@ -186,7 +186,7 @@ def _dual(*tensors: Tensor | None) -> bool:
     return any(a is not None and _unpack_dual(a)[1] is not None for a in tensors)
 
 
-def _along_channels(a: Tensor | None, like: Tensor) -> Tensor | None:
+def _along_channels(a: Any, like: Tensor) -> Any:
     return None if a is None else a.reshape(1, -1, *(1,) * (like.dim() - 2))
 
 
