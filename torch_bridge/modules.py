@@ -198,7 +198,11 @@ FUNCTIONS: dict[Callable, Callable] = {  # by PyTorch's
     _group_norm: group_norm,
     _instance_norm: instance_norm,
     _batch_norm: batch_norm,
-    **{function: _convolution(function) for function in (F.conv1d, F.conv2d, F.conv3d)},
+    **{
+        function: _convolution(function)
+        for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+        for function in [getattr(F, name)]
+    },
 }
 for _theirs, _ours in FUNCTIONS.items():  # torch.jit.script compiles PyTorch's.  Private
     if isinstance(_theirs, types.FunctionType):

@@ -70,11 +70,12 @@ def patch(*, modules: bool = True) -> Iterator[None]:
     Modules that import the function while it is open keep this package's.
 
     Args:
-      modules: also put in place of `linear`, `conv1d` to `conv3d`, `layer_norm`, `group_norm`, `instance_norm` and `batch_norm`
-        of :mod:`torch.nn.functional`, in the same way, functions that write out their tangents, without which norms with
-        weights do not compile in a JVP, and linear layers take a product of matrices too many.  `make_dual` of
-        :mod:`torch.autograd.forward_ad`, which torch.func.jvp calls, copies its primal where it is compiled.  Where no
-        forward-mode level is open, all of them are PyTorch's.  Results are those of PyTorch within rounding.
+      modules: also put functions that write out their tangents in the place of `linear`, `conv1d` to `conv3d`, their transposes,
+        `layer_norm`, `group_norm`, `instance_norm`, `batch_norm` and `glu` of :mod:`torch.nn.functional`.  Without them norms
+        with weights do not compile in a JVP, a gradient through the JVP of `layer_norm` or `instance_norm` is wrong, and a linear
+        layer takes a product of matrices too many.  `make_dual` of :mod:`torch.autograd.forward_ad`, which torch.func.jvp calls,
+        copies its primal where it is compiled.  Where no forward-mode level is open, all of them are PyTorch's.  What trains in
+        place, as `batch_norm` does outside eval, is left to PyTorch.
 
     Out of reach are classes, closures and defaults of arguments that hold a function; torch.nn.MultiheadAttention with
     need_weights=True, its default, which never calls attention; and what torch.jit.script compiles, which calls PyTorch's.
