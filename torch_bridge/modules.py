@@ -61,7 +61,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    if _plain(input, weight, bias):
+    if _plain(input, weight, bias) or _constant(input, weight, bias):
         return _layer_norm(input, normalized_shape, weight, bias, eps)
     return _normalized(input, tuple(normalized_shape), weight, bias, eps, lambda a: a)
 
@@ -69,7 +69,9 @@ def layer_norm(
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    if _plain(input, weight, bias) or input.dim() < 2 or not input.numel() or input.shape[1] % num_groups:
+    if _plain(input, weight, bias) or _constant(input, weight, bias):
+        return _group_norm(input, num_groups, weight, bias, eps)
+    if input.dim() < 2 or not input.numel() or input.shape[1] % num_groups:
         return _group_norm(input, num_groups, weight, bias, eps)  # which may raise
     groups = input.reshape(input.shape[0], num_groups, -1)
     weight, bias = (_along_channels(a, input) for a in (weight, bias))
@@ -103,7 +105,8 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if training or running_mean is None or running_var is None or _plain(input, weight, bias) or eps < 0:
+    apart = _plain(input, weight, bias) or _constant(input, weight, bias, running_mean, running_var)
+    if apart or training or running_mean is None or running_var is None or eps < 0:
         return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     mean, var, weight, bias = (_along_channels(a, input) for a in (running_mean, running_var, weight, bias))
     rstd = torch.rsqrt(var + eps)
@@ -160,6 +163,13 @@ def _wide(a: Tensor) -> Tensor:
 def _plain(*tensors: Tensor | None) -> bool:
     """No forward-mode level is open, or a class overrides functions."""
     return not (forward_ad._current_level >= 0 or _traced_level()) or has_torch_function(tensors)
+
+
+def _constant(*tensors: Tensor | None) -> bool:
+    """Tensors without a tangent where one level is open, in a branch that it does not reach, or in another thread."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return len(get_interpreter_stack() or ()) <= 1 and not _dual(*tensors)
 
 
 def _traced_level() -> bool:

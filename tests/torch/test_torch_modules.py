@@ -1,5 +1,6 @@
 """Modules of PyTorch that a transformer or a U-Net holds, in a JVP under `patch()`: eager and compiled, in float64."""
 
+import threading
 import warnings
 
 import pytest
@@ -14,7 +15,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.func import grad, hessian, jvp, vmap  # noqa: E402
 
 import torch_bridge  # noqa: E402
-from torch_modules import LOSSES, MODULES, gradients, loss_of, module_of, rightly  # noqa: E402
+from torch_modules import LOSSES, MODULES, UNCHANGED, gradients, loss_of, module_of, rightly  # noqa: E402
 from torch_oracle import normal  # noqa: E402
 
 THOROUGH = pytest.mark.thorough
@@ -45,7 +46,7 @@ def test_eager(name):
     check(name, LOSSES)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=THOROUGH) if n in UNCHANGED else n for n in MODULES])
 def test_compiled(name):
     check(name, ["through"], lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
 
@@ -169,6 +170,31 @@ def test_without_a_level_nothing_changes():
         got = results()
     assert all(map(torch.equal, got, expected))
     assert graphs[0] == graphs[1]
+
+
+def test_beside_a_jvp_nothing_changes():
+    """In what does not depend on its inputs, and in another thread, where PyTorch's level is open too."""
+    module = nn.Sequential(nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4), nn.Linear(16, 16), nn.LayerNorm(16)).double()
+    calls = []
+
+    def run():
+        a = x.clone().requires_grad_()
+        calls.append(torch.autograd.grad(module(a).sin().sum(), [a, *module.parameters()]))
+
+    def f(a):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return a + module(x), module(x)
+
+    run()
+    expected = module(x)
+    with torch_bridge.patch():
+        (_, value), (t_sum, t_value) = jvp(f, (x,), (t_x,))
+    assert all(map(torch.equal, *calls))
+    assert torch.equal(value, expected)
+    assert torch.equal(t_sum, t_x)
+    assert not t_value.any()
 
 
 def test_modules_are_left_alone_on_request():
