@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack  # private
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
+
+from torch_bridge import private
 
 # PyTorch's, whatever `patch` puts in their place
 _batch_norm, _group_norm, _instance_norm, _layer_norm = F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm
@@ -169,15 +170,15 @@ def _constant(*tensors: Tensor | None) -> bool:
     """Tensors without a tangent where one level is open, in a branch that it does not reach, or in another thread."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    return len(get_interpreter_stack() or ()) <= 1 and not _dual(*tensors)
+    return len(private.interpreter_stack() or ()) <= 1 and not _dual(*tensors)
 
 
 def _traced_level() -> bool:
     """Is a JVP open that a compiler replays?  Of these Python knows nothing."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    levels = get_interpreter_stack()
-    return levels is not None and any(level.key() == TransformType.Jvp for level in levels)
+    levels = private.interpreter_stack()
+    return levels is not None and any(level.key() == private.TransformType.Jvp for level in levels)
 
 
 def _unpack_dual(a: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -185,11 +186,11 @@ def _unpack_dual(a: Tensor) -> tuple[Tensor, Tensor | None]:
     return (a, None) if _within_vmap() else forward_ad.unpack_dual(a, level=0)  # PyTorch has one level
 
 
-@torch._dynamo.assume_constant_result  # in a trace too it depends on what is traced alone
+@torch.compiler.assume_constant_result  # in a trace too it depends on what is traced alone
 def _within_vmap() -> bool:
     """Innermost, which cannot take dual tensors apart."""
-    levels = get_interpreter_stack()
-    return bool(levels) and levels[-1].key() == TransformType.Vmap
+    levels = private.interpreter_stack()
+    return bool(levels) and levels[-1].key() == private.TransformType.Vmap
 
 
 def _dual(*tensors: Tensor | None) -> bool:
@@ -214,8 +215,8 @@ FUNCTIONS: dict[Callable, Callable] = {  # by PyTorch's
         for function in [getattr(F, name)]
     },
 }
-for _theirs, _ours in FUNCTIONS.items():  # torch.jit.script compiles PyTorch's.  Private
+for _theirs, _ours in FUNCTIONS.items():  # torch.jit.script compiles PyTorch's
     if isinstance(_theirs, types.FunctionType):
         _ours.__prepare_scriptable__ = lambda theirs=_theirs: theirs  # type: ignore[attr-defined]
-    else:
-        torch.jit._builtins._register_builtin(_ours, f"aten::{_theirs.__name__}")
+    elif private.register_builtin is not None:
+        private.register_builtin(_ours, f"aten::{_theirs.__name__}")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torch_bridge import modules as written_out
+from torch_bridge import private
 from torch_bridge.attention import scaled_dot_product_attention
 from torch_bridge.checks import check_flag
 
@@ -105,8 +106,8 @@ def patch(*, modules: bool = True) -> Iterator[None]:
 
 def _places(ours: dict[Callable, Callable]) -> list[tuple[dict, str, Callable]]:
     """Where modules hold PyTorch's functions."""
-    # torch and its C modules are where pickle, torch.jit and torch.compile find them
-    apart = torch, torch._C, torch._C._nn, written_out
+    # torch and its C module are where pickle, torch.jit and torch.compile find them
+    apart = torch, private.NN, written_out
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
     # not module.__dict__: some answer for themselves, and load what is asked for
     loaded = [object.__getattribute__(module, "__dict__") for module in modules if all(module is not a for a in apart)]
