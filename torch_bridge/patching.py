@@ -20,9 +20,7 @@ class _Functions:
     def __init__(self, ours: Callable[[], dict[Callable, Callable]]):
         self.find = ours
         self.ours: dict[Callable, Callable] = {}  # by PyTorch's
-        self.places: list[
-            tuple[dict, str, Callable]
-        ] = []  # where modules hold PyTorch's: namespaces, its name there, and it
+        self.places: list[tuple[dict, str, Callable]] = []  # where modules hold PyTorch's: namespaces, names, functions
         self.held: tuple[int, ...] = ()  # by how many, when these were looked for
         self.count = 0  # of `patch`es that are open
 

@@ -94,7 +94,7 @@ MODULES = {  # all of [2, 4, 16]
     "RMSNorm": lambda: nn.RMSNorm(16),
     "GroupNorm": lambda: nn.GroupNorm(2, 4),
     "GroupNorm of images": lambda: images(nn.GroupNorm(2, 4)),
-    "GroupNorm without weights": lambda: nn.GroupNorm(2, 4, affine=False),
+    "GroupNorm without weights": lambda: nn.Sequential(nn.GroupNorm(2, 4, affine=False), nn.Flatten()),
     "BatchNorm1d, eval": lambda: nn.BatchNorm1d(4).eval(),
     "BatchNorm2d without weights, eval": lambda: images(nn.BatchNorm2d(4, affine=False)).eval(),
     "InstanceNorm1d": lambda: nn.InstanceNorm1d(4, affine=True),
