@@ -1,31 +1,65 @@
-"""`patch`: this package's function in the place of PyTorch's, in models that call that."""
+"""`patch`: this package's functions in the place of PyTorch's, in models that call these."""
 
 import contextlib
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 import torch
 
+from torch_bridge import modules as written_out
+from torch_bridge import private
 from torch_bridge.attention import scaled_dot_product_attention
-from torch_bridge.private import NN
+from torch_bridge.checks import check_flag
+
+
+class _Functions:
+    """Functions in the place of PyTorch's: what all open `patch`es share."""
+
+    def __init__(self, ours: Callable[[], dict[Callable, Callable]]):
+        self.find = ours
+        self.ours: dict[Callable, Callable] = {}  # by PyTorch's
+        self.places: list[tuple[dict, str, Callable]] = []  # where modules hold PyTorch's: namespaces, names, functions
+        self.held: tuple[int, ...] = ()  # by how many, when these were looked for
+        self.count = 0  # of `patch`es that are open
+
+    def open(self) -> None:
+        if not self.count and self.ours != self.find():
+            self.ours, self.held = self.find(), ()
+        if self.held != self._held():
+            self.places = [*(self.places if self.count else ()), *_places(self.ours)]
+        self._put(ours=True)
+        self.count, self.held = self.count + 1, self._held()
+
+    def close(self) -> None:
+        self.count -= 1
+        if not self.count:
+            self._put(ours=False)
+            self.held = self._held()
+
+    def _put(self, ours: bool) -> None:
+        for names, name, theirs in self.places:
+            old, new = (theirs, self.ours[theirs]) if ours else (self.ours[theirs], theirs)
+            if names.get(name) is old:  # nobody else's by now
+                names[name] = new
+
+    def _held(self) -> tuple[int, ...]:
+        """What changes when another module holds one of PyTorch's: to look into all of them takes long."""
+        return *map(sys.getrefcount, self.ours), len(sys.modules)
 
 
 class _Patch:
-    """What all open `patch`es share."""
+    """What all open `patch`es share beside."""
 
     lock = threading.Lock()
-    count = 0  # of those that are open
-    original: Callable | None = None  # PyTorch's function
-    places: ClassVar[list[tuple[dict, str]]] = []  # where modules hold it: namespaces, and its name there
-    held: tuple[int, int] | None = None  # by how many, when these were looked for
+    attention = _Functions(lambda: {torch.nn.functional.scaled_dot_product_attention: scaled_dot_product_attention})
+    modules = _Functions(lambda: written_out.FUNCTIONS)
     fastpath = True  # of torch.backends.mha, before
 
 
 @contextlib.contextmanager
-def patch() -> Iterator[None]:
+def patch(*, modules: bool = True) -> Iterator[None]:
     """While open, this package's function is `scaled_dot_product_attention` in :mod:`torch.nn.functional`, and in every
     loaded module that imported it from there, under whatever name, for all threads; where several overlap, until the last
     is closed.
@@ -34,47 +68,46 @@ def patch() -> Iterator[None]:
     model again.  The fast path of PyTorch's own layers (torch.backends.mha), which has no derivatives, is closed meanwhile.
     Modules that import the function while it is open keep this package's.
 
-    Out of reach are classes, closures and defaults of arguments that hold the function; torch.nn.MultiheadAttention with
-    need_weights=True, its default, which never calls it; and what torch.jit.script compiles, which calls PyTorch's.
+    Args:
+      modules: also put functions that write out their tangents in the place of `linear`, `conv1d` to `conv3d`, their transposes,
+        `layer_norm`, `group_norm`, `instance_norm`, `batch_norm` and `glu` of :mod:`torch.nn.functional`.  Without them norms
+        with weights do not compile in a JVP, a gradient through the JVP of `layer_norm` or `instance_norm` is wrong, and a linear
+        layer takes a product of matrices too many.  `make_dual` of :mod:`torch.autograd.forward_ad`, which torch.func.jvp calls,
+        copies its primal where it is compiled.  Where no forward-mode level is open, all of them are PyTorch's.  What trains in
+        place, as `batch_norm` does outside eval, is left to PyTorch.
+
+    Out of reach are classes, closures and defaults of arguments that hold a function; torch.nn.MultiheadAttention with
+    need_weights=True, its default, which never calls attention; and what torch.jit.script compiles, which calls PyTorch's.
 
     Raises:
+      TypeError: `modules` is no bool.
       ValueError, TypeError, RuntimeError: not where it is opened, but in calls meanwhile, which raise what
         :func:`torch_bridge.scaled_dot_product_attention` raises, as where `attn_mask` and `is_causal` are given together.
     """
+    check_flag("modules", modules)
+    functions = [_Patch.attention, *([_Patch.modules] if modules else ())]
     with _Patch.lock:
-        if not _Patch.count:
-            if _Patch.original is not torch.nn.functional.scaled_dot_product_attention:
-                _Patch.original, _Patch.held = torch.nn.functional.scaled_dot_product_attention, None
+        if not _Patch.attention.count:
             _Patch.fastpath = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-        if _Patch.held != _held():
-            _Patch.places = [*(_Patch.places if _Patch.count else ()), *_places()]
-        for names, name in _Patch.places:
-            if names.get(name) is _Patch.original:
-                names[name] = scaled_dot_product_attention
-        _Patch.count, _Patch.held = _Patch.count + 1, _held()
+        for a in functions:
+            a.open()
     try:
         yield
     finally:
         with _Patch.lock:
-            _Patch.count -= 1
-            if not _Patch.count:
-                for names, name in _Patch.places:
-                    if names.get(name) is scaled_dot_product_attention:  # nobody else's by now
-                        names[name] = _Patch.original
-                _Patch.held = _held()
+            for a in functions:
+                a.close()
+            if not _Patch.attention.count:
                 torch.backends.mha.set_fastpath_enabled(_Patch.fastpath)
 
 
-def _held() -> tuple[int, int]:
-    """What changes when another module holds PyTorch's function: to look into all of them takes long."""
-    return sys.getrefcount(_Patch.original), len(sys.modules)
-
-
-def _places() -> list[tuple[dict, str]]:
-    """Where modules hold PyTorch's function."""
+def _places(ours: dict[Callable, Callable]) -> list[tuple[dict, str, Callable]]:
+    """Where modules hold PyTorch's functions."""
+    # torch and its C module are where pickle, torch.jit and torch.compile find them
+    apart = torch, private.NN, written_out
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    modules = [module for module in modules if module is not NN]  # where pickle finds it
     # not module.__dict__: some answer for themselves, and load what is asked for
-    loaded = [object.__getattribute__(module, "__dict__") for module in modules]
-    return [(names, name) for names in loaded for name, a in [*names.items()] if a is _Patch.original]
+    loaded = [object.__getattribute__(module, "__dict__") for module in modules if all(module is not a for a in apart)]
+    originals = {id(a): a for a in ours}
+    return [(names, name, originals[id(a)]) for names in loaded for name, a in [*names.items()] if id(a) in originals]

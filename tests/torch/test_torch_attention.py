@@ -490,7 +490,7 @@ def test_patch_reaches_models_and_names():
 def test_patch_looks_again_only_where_something_changed(monkeypatch):
     original, looked = F.scaled_dot_product_attention, []
     places = patching._places
-    monkeypatch.setattr(patching, "_places", lambda: looked.append(True) or places())
+    monkeypatch.setattr(patching, "_places", lambda ours: looked.append(True) or places(ours))
     with torch_bridge.patch():
         looked.clear()
     for _ in range(3):

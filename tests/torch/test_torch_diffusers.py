@@ -77,5 +77,6 @@ def test_patched(name):
     with sdpa_kernel(SDPBackend.MATH):
         expected = derivatives()
     assert launched() == ""
+    tolerance = 1e-6 if name == "wan" else 1e-10  # whose norms are float32
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10 * b.abs().max().item())
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * b.abs().max().item())
