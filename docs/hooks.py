@@ -68,7 +68,7 @@ def _relinked(page: str, source: str) -> str:
 
 
 def _table(path: pathlib.Path, job: str) -> str:
-    """Milliseconds / TFLOP/s of a job, by length and head dim, for whoever was measured."""
+    """Milliseconds / TFLOP/s of a job, by length and head dimension, for whoever was measured."""
     with open(path, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["job"] == job]
     if not rows:
@@ -76,7 +76,7 @@ def _table(path: pathlib.Path, job: str) -> str:
     who = list(dict.fromkeys(row["who"] for row in rows))
     cases = list(dict.fromkeys((row["length"], row["heads"], row["head_dim"]) for row in rows))
     cells = {(row["length"], row["heads"], row["head_dim"], row["who"]): row for row in rows}
-    lines = ["| L | heads × channels | " + " | ".join(who) + " |", "|---|---|" + "---|" * len(who)]
+    lines = ["| L | heads × D | " + " | ".join(who) + " |", "|---|---|" + "---|" * len(who)]
     for case in sorted(cases, key=lambda c: (int(c[2]), int(c[0]))):
         found = [cells.get((*case, one)) for one in who]
         times = [
