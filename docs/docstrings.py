@@ -1,4 +1,5 @@
-"""Docstrings speak reStructuredText where they name other objects and give formulas; the site speaks Markdown."""
+"""What the API pages show: docstrings in Markdown, which speak reStructuredText where they name other objects and give formulas,
+and signatures without `**unknown`, which takes misspelt arguments in order to name the right ones."""
 
 import re
 from typing import Any
@@ -6,10 +7,14 @@ from typing import Any
 import griffe
 
 
-class Roles(griffe.Extension):
+class Shown(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = _markdown(obj.docstring.value)
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        if "unknown" in func.parameters:
+            del func.parameters["unknown"]
 
 
 def _markdown(text: str) -> str:

@@ -68,7 +68,7 @@ def _relinked(page: str, source: str) -> str:
 
 
 def _table(path: pathlib.Path, job: str) -> str:
-    """Milliseconds / TFLOP/s of a job, by length and head dim, for whoever was measured."""
+    """Milliseconds / TFLOP/s of a job, by length and head dimension, for whoever was measured."""
     with open(path, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["job"] == job]
     if not rows:

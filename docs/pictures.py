@@ -46,13 +46,13 @@ def measured(path: pathlib.Path) -> list[dict]:
 
 
 def over_length(rows: list[dict], jobs, head_dims, size) -> pyplot.Figure:
-    """TFLOP/s over the sequence length, a panel for each job and head dim, and the matrix product's for comparison."""
+    """TFLOP/s over the sequence length, a panel for each job and head dimension, and those of a matmul for comparison."""
     panels = [(job, head_dim) for head_dim in head_dims for job in jobs]
     figure, axes = pyplot.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
-    product = sorted(row["tflops"] / row["of_matmul"] for row in rows)[len(rows) // 2]
+    matmul = sorted(row["tflops"] / row["of_matmul"] for row in rows)[len(rows) // 2]
     lengths = sorted({row["length"] for row in rows})
     for axis, (job, head_dim) in zip(axes[0], panels, strict=True):
-        axis.axhline(product, color="#999999", linestyle="--", linewidth=1, label="matrix product, 8192³")
+        axis.axhline(matmul, color="#999999", linestyle="--", linewidth=1, label="matmul, 8192³")
         for who, color in COLORS.items():
             if not any(row["who"] == who and row["job"] in jobs for row in rows):
                 continue
@@ -66,12 +66,12 @@ def over_length(rows: list[dict], jobs, head_dims, size) -> pyplot.Figure:
                 marker="o", markersize=4, linewidth=2.4 if who == "jax-flash-jvp" else 1.4, color=color,
                 label=NAMES.get(who, who),
             )  # fmt: skip
-        axis.set(title=f"{job}, {head_dim} channels", xscale="log", ylim=(0, None))
+        axis.set(title=f"{job}, D = {head_dim}", xscale="log", ylim=(0, None))
         axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
         axis.minorticks_off()
         axis.grid(alpha=0.25)
         axis.set_xlabel("sequence length")
-    axes[0, 0].set_ylabel("TFLOP/s")
+    axes[0, 0].set_ylabel("TFLOP/s, one H200, bfloat16")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels) if len(labels) < 6 else 4, frameon=False)
     figure.tight_layout(rect=(0, (0.3 if len(labels) < 6 else 0.5) / size[1], 1, 1))
@@ -81,9 +81,9 @@ def over_length(rows: list[dict], jobs, head_dims, size) -> pyplot.Figure:
 def timeline() -> pyplot.Figure:
     """Forward + tangent on Hopper: what the producer and two consumer warpgroups do, tile after tile."""
     figure, axis = pyplot.subplots(figsize=(10, 3.4))
-    lanes = {"producer warp (TMA)": 4, "warpgroup 0: products": 3, "warpgroup 0: math": 2, "warpgroup 1: products": 1,
+    lanes = {"producer warp (TMA)": 4, "warpgroup 0: matmuls": 3, "warpgroup 0: math": 2, "warpgroup 1: matmuls": 1,
              "warpgroup 1: math": 0}  # fmt: skip
-    load, product, math = "#81a4cd", "#e08e79", "#f0c987"
+    load, matmul, math = "#81a4cd", "#e08e79", "#f0c987"
 
     def box(lane: str, start: float, length: float, text: str, color: str) -> None:
         axis.barh(lanes[lane], length, left=start, height=0.8, color=color, edgecolor="white")
@@ -95,11 +95,11 @@ def timeline() -> pyplot.Figure:
     for group, delay in ((0, 0.0), (1, 2.0)):
         for tile in range(2):
             start = 4 * tile + delay
-            box(f"warpgroup {group}: products", start, 0.95, f"S, Ṡ\nof tile {tile}", product)
+            box(f"warpgroup {group}: matmuls", start, 0.95, f"S, Ṡ\nof tile {tile}", matmul)
             box(f"warpgroup {group}: math", start + 1, 0.95, "softmax,\nmean c", math)
-            box(f"warpgroup {group}: products", start + 2, 0.95, "P V, P V̇", product)
+            box(f"warpgroup {group}: matmuls", start + 2, 0.95, "P V, P V̇", matmul)
             box(f"warpgroup {group}: math", start + 2, 0.95, "P∘(Ṡ − c)", math)
-            box(f"warpgroup {group}: products", start + 3, 0.95, "P∘(Ṡ − c)\ntimes V", product)
+            box(f"warpgroup {group}: matmuls", start + 3, 0.95, "P∘(Ṡ − c)\ntimes V", matmul)
             box(f"warpgroup {group}: math", start + 3, 0.95, "rescale", math)
     axis.set_yticks(list(lanes.values()), list(lanes))
     axis.set_xticks([])
@@ -161,7 +161,7 @@ def examples(folder: pathlib.Path) -> pyplot.Figure:
 
 def _svg(figure: pyplot.Figure) -> str:
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)  # style.css inverts it in dark mode
     pyplot.close(figure)
     return file.getvalue()
 
@@ -173,7 +173,8 @@ def main() -> None:
     images = ROOT / "docs" / "images"
     images.mkdir(exist_ok=True)
     with pyplot.rc_context(FONT):
-        rows = measured(ROOT / "benchmarks" / "h200.csv")
+        by_default = lambda row: row["who"] != "portable"
+        rows = list(filter(by_default, measured(ROOT / "benchmarks" / "h200.csv")))
         figure = over_length(rows, ("forward + JVP", "dual backward"), sorted({r["head_dim"] for r in rows}), (12, 3.3))
         figure.savefig(images / "speed.png", dpi=100)
         if options.examples:

@@ -2,15 +2,16 @@
 
 import pathlib
 import re
+import textwrap
 
 ROOT = pathlib.Path(__file__).parents[2]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)  # indented in tabs
 SHORT = re.compile(r"^<!-- short: (.+) => (.+) -->$", re.MULTILINE)
 
 
 def code(page: pathlib.Path) -> str:
     text = page.read_text()
-    program = "\n\n".join(BLOCK.findall(text))
+    program = "\n\n".join(textwrap.dedent(block) for _, block in BLOCK.findall(text))
     for long, short in SHORT.findall(text):
         if program.count(long) != 1:
             raise ValueError(f"{page} shortens {long!r}, which stands there {program.count(long)} times")

@@ -1,8 +1,11 @@
-"""No module imports, at once or when it runs, one that imports it."""
+"""No module imports, at once or when it runs, one that imports it; PyTorch's half does not need JAX."""
 
 import ast
 import graphlib
+import importlib.util
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -26,3 +29,22 @@ def imports(package):
 def test_no_circles(package):
     order = [*graphlib.TopologicalSorter(imports(package)).static_order()]  # raises where there is a circle
     assert len(order) > 10
+
+
+WITHOUT_JAX = """
+import sys
+sys.modules |= dict.fromkeys(("jax", "jaxlib", "jax_triton"))  # importing them raises
+import torch
+from torch_bridge import scaled_dot_product_attention as attention
+
+q, t_q = torch.randn(2, 1, 2, 8, 4).requires_grad_()
+o, t_o = torch.func.jvp(lambda q: attention(q, q, q, is_causal=True), (q,), (t_q,))
+torch.autograd.grad(t_o.square().sum(), q)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_pytorch_without_jax():
+    """README says how to install so."""
+    process = subprocess.run([sys.executable, "-c", WITHOUT_JAX], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
