@@ -1,7 +1,14 @@
 """Results that several programs share: how many shares there are, and the launches that add or merge them, in one order.
 
 Without shares a call of few blocks leaves most of the GPU idle.  A share is a float32 array like the result; shares are
-[n_shares, …].  Sums are added; o, ℓ, ȯ and μ of shares of the keys are merged as those of a ring's devices, see `context.py`.
+[n_shares, …].  dQ, ḋQ, δ', δ̇' and gradients of a bias are added: the first share alone has δ and takes d_ℓ off, so that row sums
+come out right; under a soft cap, where these are multiplied with another sum, the query side is not divided.  The forward's are
+merged with ℓ = logsumexp ℓ_s and w = exp(ℓ_s − ℓ), as those of a ring's devices (`context.py`):
+
+    o = Σ w o_s      μ = Σ w μ_s      ȯ = Σ w (ȯ_s + (μ_s − μ) o_s)
+
+Of the tangent from a saved ℓ, ℓ_s is the saved ℓ and the logarithm of the share's sum of P.  Each share has as many of the tiles
+that a block visits, in the order of their phases.
 """
 
 import math
