@@ -139,87 +139,87 @@ def dot_product_attention(
     deterministic: bool | None = None,
     **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
+    r"""Flash attention with fused JVPs, gradients and Hessian-vector products.
 
     .. math::  O = \mathrm{softmax}(\sigma Q K^T + B) V
 
-    Arguments up to `return_residual`, and results, are those of :func:`jax.nn.dot_product_attention`, but for the names of
-    implementations, and for the log-sum-exp, which there has the dtype of `query` and no derivative; the other arguments are
-    what other attention libraries offer.  In shapes, B is the batch size, T the number of queries, S of keys, N the number
-    of query heads, K of key heads, H the channels of a query's head and Hv of a value's.
+    Replaces :func:`jax.nn.dot_product_attention`.  The arguments up to `return_residual`, and the results, are those of
+    `jax.nn`, with two exceptions: the implementations have other names, and the log-sum-exp is float32 and differentiable,
+    where `jax.nn`'s has the dtype of `query` and no derivative.  In shapes, B is the batch size, T the number of queries, S of
+    keys, N the number of query heads, K of key heads, H and Hv the head dimensions.
 
     Args:
       query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64.  The kernels serve H and Hv from 1 to 256.
       key: [B, S, K, H] or [S, K, H], in the dtype of `query`.  N must be a multiple of K: with K < N, consecutive groups of
         N // K query heads share a key head (grouped-query attention, arXiv:2305.13245).
-      value: [B, S, K, Hv] or [S, K, Hv], like `key`.
-      bias: added to the scores; up to four dimensions, broadcast to [B, N, T, S], or with K heads.  Differentiable.  Where
-        it is -1e5 or less, the key is hidden, as by -inf; where no score with it is above -9e4, all keys may be.
-      mask: boolean, True where a query attends to a key; broadcast likewise.
-      scale: σ, a number; 1 / sqrt(H) by default.  A traced one, differentiable, multiplies `query`, and is rounded with it;
-        in float16 the product must stay below 65,504.
-      is_causal: query i attends to keys 0 … i; but see `causal_alignment`.
-      query_seq_lengths: integers [B], or one where `query` is [T, N, H]; queries from there on give zeros.  Lengths below 0
-        count as 0, those beyond the array as its length: with a warning where their numbers are known to the host.
-      key_value_seq_lengths: likewise; keys from there on are hidden.  Past the lengths, `query`, `key` and `value`
-        may hold anything; NaN in keys that are hidden otherwise may reach queries nearby.
-      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right, either of
-        which may be negative; None for one of the two does not limit it.
-      implementation: None chooses the kernels on an NVIDIA GPU where they serve the call, and the tiled reference
-        elsewhere.  "triton": the kernels up to second order, or an error; "hopper" and "portable" name one family of
-        them.  "xla": the tiled reference, pure JAX on any platform.  "interpret": the kernels on numpy, slowly, for
-        debugging them.
+      value: [B, S, K, Hv] or [S, K, Hv], in the dtype of `query`.
+      bias: added to the scores, and differentiable; up to four dimensions, broadcast to [B, N, T, S], or with K heads.  -1e5 or
+        less hides the key, as -inf does, and a row with no sum above -9e4 may count as fully hidden.
+      mask: boolean, True where a query sees a key; broadcasts like `bias`.
+      scale: σ, a number; 1 / sqrt(H) by default.  A traced scale is differentiable.  It multiplies `query` and is rounded with
+        it; in float16 the result must stay below 65,504.
+      is_causal: query i sees keys 0 … i; but see `causal_alignment`.
+      query_seq_lengths: integers [B], or one integer if `query` is [T, N, H]; queries beyond give zeros.  Lengths below 0 count
+        as 0, and lengths beyond the array as its length; a warning says so if the host knows their numbers.
+      key_value_seq_lengths: the same for keys; keys beyond are hidden.  Beyond the lengths, `query`, `key` and `value` may hold
+        anything.  NaN in keys that are hidden in another way may reach queries nearby.
+      local_window_size: (left, right), or one number for both: query i sees keys i - left … i + right.  Either may be negative.
+        None for one of the two means no limit on that side.
+      implementation: None runs the kernels on an NVIDIA GPU if they serve the call, else the tiled reference.  "triton": the
+        kernels up to second order, or an error; "hopper" and "portable": one family of them.  "xla": the tiled reference, in
+        pure JAX on any platform.  "interpret": the kernels on numpy, slowly, for debugging them.
       return_residual: also return the log-sum-exp of the scores.
-      causal_alignment: "upper_left", as in jax.nn, or "lower_right": then `is_causal` and `local_window_size` count queries
-        from the end, i + S - T in place of i, so that the last query sees the last key, as when decoding.  T and S are those
-        of the arrays, whatever the lengths: of a padded cache, pass what is filled, or a `mask`.
-      query_segment_ids: integers [B, T], or [T] where `query` is [T, N, H]; a query attends to keys of its own segment: packed
-        documents.  Where they are in order, tiles without a common segment are not visited.  Those that int32 need not hold
-        (int64, uint32, uint64) are sorted first.
-      key_value_segment_ids: integers [B, S], or [S]; given together with `query_segment_ids`.
-      key_ranges: integers [B, N, T, R, 2], or with K heads or one, one batch entry or none: query t attends to the keys in any of
-        the R intervals [start, end), which may be empty, overlap or pass the ends.  R is small and static, the numbers may be
-        traced: :mod:`jax_flash_jvp.visibility` makes them.  Tiles that nobody sees are not visited.
-      mask_block_size: (b_q, b_k); then an element of `mask`, [B, N, ⌈T / b_q⌉, ⌈S / b_k⌉] or with axes of batch and heads as
-        above, stands for a block of so many queries and keys.  Tiles of hidden blocks are not visited.
+      causal_alignment: "upper_left", as in `jax.nn`, or "lower_right".  With "lower_right", `is_causal` and `local_window_size`
+        count from the last key: i + S - T replaces i, so that the last query sees the last key, as when decoding.  T and S are
+        those of the arrays, whatever the lengths: of a padded cache, pass the filled part, or a `mask`.
+      query_segment_ids: integers [B, T], or [T] if `query` is [T, N, H]; a query sees the keys of its own segment (packed
+        documents).  If they are in order, tiles without a common segment are skipped.  Ids of dtype int64, uint32 or uint64 are
+        sorted first.
+      key_value_segment_ids: integers [B, S], or [S]; must be given together with `query_segment_ids`.
+      key_ranges: integers [B, N, T, R, 2]; the heads may be K or one, B may be one or absent.  Query t sees the keys in any of
+        the R intervals [start, end).  Intervals may be empty, overlap or pass the ends.  R is small and static, the numbers may
+        be traced; :mod:`jax_flash_jvp.visibility` makes the usual ones.  Fully masked tiles are skipped.
+      mask_block_size: (b_q, b_k); each element of `mask`, [B, N, ⌈T / b_q⌉, ⌈S / b_k⌉] with axes of batch and heads as above,
+        then stands for a block of b_q queries and b_k keys.  Hidden blocks are skipped.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before bias and masks (arXiv:2408.00118, section 2).
       sinks: [N]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable, but
         ``jax.linear_transpose`` does not transpose a call with sinks in its values.
-      dropout_rate: the share of probabilities that are dropped, in [0, 1]; the others are divided by 1 - rate.  None: 0.
-      dropout_key: a key of jax.random, from which the same are dropped in every derivative; goes with a `dropout_rate`.
-      context_axis: inside `jax.shard_map`, the axis or axes of the mesh over whose devices the sequence is divided, queries and
-        keys alike: T and S are then those of a shard, and so are segment ids; lengths are those of the sequence, a `mask` or
-        `bias` has the rows of the shard and all columns, `key_ranges` have the rows of the shard and places in the
-        sequence; `mask_block_size` raises.  Outside, None: there JAX knows how arrays are divided.
-      context_strategy: "ulysses" exchanges shards of the sequence for shards of the heads, "ring" sends keys and values around,
-        "all_gather" gives them to every device.  None: "ulysses" where the devices divide K and neither `bias` nor `mask`
+      dropout_rate: the share of probabilities to drop, in [0, 1]; the others are divided by 1 - rate.  None means 0.
+      dropout_key: a key of jax.random; must be given together with a `dropout_rate`.  Every derivative drops the same
+        probabilities.
+      context_axis: inside `jax.shard_map`, the axis or axes of the mesh whose devices share the sequence, queries and keys
+        alike.  T, S and segment ids are then those of a shard.  Lengths are those of the whole sequence.  A `mask` or `bias`
+        has the rows of the shard and all columns.  `key_ranges` have the rows of the shard and positions in the whole sequence.
+        `mask_block_size` raises.  Outside `jax.shard_map`, leave it None: JAX knows how arrays are sharded.
+      context_strategy: "ulysses" exchanges shards of the sequence for shards of the heads, "ring" passes keys and values
+        around, "all_gather" gives them to every device.  None: "ulysses" if the devices divide K and neither `bias` nor `mask`
         varies along the queries, else "ring".
-      context_order: "contiguous", or "zigzag" where the sequence is in the order of
-        :func:`jax_flash_jvp.reorder_zigzag`, which spares a causal ring the exchange of half of each shard.  Masks and
-        biases have their columns in the order of the sequence.
-      deterministic: True: gradients have the same bits on every run.  None: if XLA's operations have, by
-        ``--xla_gpu_deterministic_ops`` or ``--xla_gpu_exclude_nondeterministic_ops`` in XLA_FLAGS.  Else terms of the
-        query's gradients are added up in whatever order they come, which changes their last bits, in long sequences where
-        a fixed order would take more than 5% longer.  What several devices compute alike has the same bits on all, whatever
-        this says; not inside a `shard_map` whose types do not tell, as without `check_vma`.
+      context_order: "contiguous", or "zigzag" if the sequence is in the order of :func:`jax_flash_jvp.reorder_zigzag`, which
+        saves a causal ring the exchange of half of each shard.  Columns of masks and biases stay in the order of the sequence.
+      deterministic: True: gradients have the same bits on every run.  None: True if XLA's operations are, by
+        ``--xla_gpu_deterministic_ops`` or ``--xla_gpu_exclude_nondeterministic_ops`` in XLA_FLAGS.  False: in long sequences,
+        where a fixed order would take more than 5% longer, the terms of the query's gradient are added in any order, which
+        changes its last bits.  Devices that compute the same thing get the same bits, whatever this says, except inside a
+        `shard_map` whose types do not tell, as without `check_vma`.
 
     Returns:
-      The output, [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`; with `return_residual`, a pair of it and of the
-      log-sum-exp (natural logarithm) of each row of scores, [B, T, N] or [T, N], in float32 (float64 for float64 arrays),
-      differentiable like the output.  Scores and sums are accumulated in float32 (float64).  A query that sees no key gives
-      zeros and -inf, with zero derivatives (but for the log-sum-exp with `sinks`, which is then the sink).
+      [B, T, N, Hv] or [T, N, Hv] in the dtype of `query`.  With `return_residual`, the pair of the output and the log-sum-exp
+      (natural logarithm) of each row of scores, [B, T, N] or [T, N], in float32 (float64 for float64 arrays), differentiable
+      like the output.  Scores and sums are accumulated in float32 (float64).  A query that sees no key gives zeros and a
+      log-sum-exp of -inf, with zero derivatives.  With `sinks` its log-sum-exp is the sink.
 
     Raises:
-      ValueError: shapes that do not fit or are symbolic beyond the batch, numbers out of range, one of two arguments that go
-        together, or an `implementation` that is unknown or does not serve the call.
-      TypeError: dtypes that are not supported or differ, arguments that are no number or flag, or traced (but `scale`).
-      UserWarning: a window that hides all keys, as (-1, -1) does, or has a -1 beside another number, as (3, -1); lengths that are
-        known and out of range; a `mask` or `bias` [B, T, S] that may be one of heads.
-      NotImplementedError: kernels are asked for by name, and a job of the derivative does not fit the GPU.
+      ValueError: shapes that do not fit or are symbolic beyond the batch, numbers out of range, one of two arguments that must
+        be given together, an `implementation` that is unknown or does not serve the call.
+      TypeError: dtypes that are not supported or differ, arguments that should be a number or a flag and are not, arguments
+        that are traced (except `scale`).
+      UserWarning: a window that hides all keys, such as (-1, -1), or that has a -1 beside another number, such as (3, -1);
+        known lengths that are out of range; a `mask` or `bias` [B, T, S] that may have been meant as one of heads.
+      NotImplementedError: kernels are asked for by name, and one of the derivative's kernels does not fit the GPU.
 
-    Float32 products follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.
+    Float32 matmuls follow ``jax.default_matmul_precision``: IEEE for "highest" and "float32", else TF32 on the GPU.
 
-    In place of Flax's function of the same name, with its `dtype` and `precision`, see :func:`jax_flash_jvp.flax.attention_fn`.
+    Flax's function of the same name has `dtype` and `precision`: :func:`jax_flash_jvp.flax.attention_fn` replaces it.
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """

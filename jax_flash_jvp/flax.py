@@ -1,12 +1,14 @@
-"""`attention_fn` for `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`, and in place of
-`flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention` where a model calls these itself.
+"""`attention_fn` for Flax's attention layers.
+
+Pass it to `flax.nnx.MultiHeadAttention` or `flax.linen.MultiHeadDotProductAttention`.  Or call it in place of
+`flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`.
 
     from jax_flash_jvp.flax import attention_fn
     layer = nnx.MultiHeadAttention(..., attention_fn=attention_fn)
     output = attention_fn(query, key, value, dtype=jnp.bfloat16)
 
-Options are fixed with `functools.partial(attention_fn, implementation="triton", local_window_size=(256, 0))`.
-Flax itself is not imported: the two classes only agree on the names of the arguments.
+Fix options with `functools.partial(attention_fn, implementation="triton", local_window_size=(256, 0))`.
+Flax itself is not imported: the layers and this function agree on the names of the arguments.
 """
 
 import contextlib
@@ -49,33 +51,34 @@ def attention_fn(
     qk_attn_weights_einsum: None = None,
     attn_weights_value_einsum: None = None,
 ) -> jax.Array:
-    """`jax_flash_jvp.dot_product_attention` behind the signature that Flax's attention layers call.
+    """`jax_flash_jvp.dot_product_attention` with the signature that Flax's attention layers call.
 
     Args:
         query: `[batch..., query_length, heads, head_dim]`, with any number of leading axes, none included.
         key, value: `[batch..., key_length, key_value_heads, head_dim]`; heads is a multiple of key_value_heads.
         bias: added to the logits; broadcasts to `[batch..., heads, query_length, key_length]`.
-        mask: broadcasts likewise; what is zero or False takes no part. A query with nothing to attend to gives zero,
-            where Flax's own attention gives the mean of the values.
-        broadcast_dropout: must be False where dropout is on: each head and batch entry drops its own.
-        dropout_rng, dropout_rate, deterministic: as in Flax; the same are dropped in every derivative.
-        dtype: the dtype to compute in; None promotes query, key and value to their common one.
+        mask: broadcasts like `bias`; zero or False hides the key. A query that sees no key gives zeros, where Flax's own
+            attention gives the mean of the values.
+        broadcast_dropout: must be False if dropout is on: each head and batch entry drops its own probabilities.
+        dropout_rng, dropout_rate, deterministic: as in Flax; every derivative drops the same probabilities.
+        dtype: the dtype to compute in; None promotes query, key and value to their common dtype.
         precision: as in Flax; None leaves `jax.default_matmul_precision` as the caller set it.
         module: must be None: there are no attention weights to sow.
         promote_dtype: nnx's way of casting, called as `promote_dtype((query, key, value), dtype=dtype)`.
-        is_causal: whether a query sees only keys at its own position and before.
+        is_causal: a query sees only keys at its own position and before.
         scale, local_window_size, key_ranges, mask_block_size, implementation: passed on to `dot_product_attention`.
-        force_fp32_for_softmax: as linen's; softmax is in float32 at least, whatever it says.
-        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: linen's; must be None: the kernels have their
-            own matmuls.
+        force_fp32_for_softmax: linen's argument, without effect: softmax always runs in float32 or more.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: linen's arguments; must be None: the kernels
+            have their own matmuls.
 
     Returns:
         `[batch..., query_length, heads, head_dim]`.
 
     Raises:
-        ValueError: dropout is to be the same for all heads, `module` or one of linen's einsums is given, `precision` is unknown
-            or differs between the operands, or axes do not fit.
-        TypeError: what is no array or complex, or a `dropout_rate` that is no number or traced.
+        ValueError: dropout with `broadcast_dropout`, a `module` or one of linen's einsums, a `precision` that is unknown or
+            differs between the operands, axes that do not fit.
+        TypeError: an argument that should be an array and is not, a complex array, a `dropout_rate` that is traced or not a
+            number.
     """
     dropout_rate = number("dropout_rate", dropout_rate, 0.0)
     dropout = dropout_rate > 0.0 and not deterministic

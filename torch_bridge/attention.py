@@ -141,78 +141,77 @@ def scaled_dot_product_attention(
     deterministic: bool | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention that can be differentiated in any mode and order, by fused kernels on a GPU.
+    r"""Flash attention with fused JVPs, gradients and Hessian-vector products.
 
     .. math::  O = \mathrm{softmax}(\sigma Q K^T + M) V
 
-    Takes the place of :func:`torch.nn.functional.scaled_dot_product_attention`, whose arguments end with `enable_gqa`; the
-    others are what other attention libraries offer, as in :func:`jax_flash_jvp.dot_product_attention`.  In shapes, N… are
-    any number of batch axes, Hq the number of query heads and H of key heads, L the number of queries and S of keys, E and
-    Ev the channels of a head.
+    Replaces :func:`torch.nn.functional.scaled_dot_product_attention`.  The arguments up to `enable_gqa` are PyTorch's; the
+    others are those of :func:`jax_flash_jvp.dot_product_attention`.  In shapes, N… are any number of batch axes, Hq is the
+    number of query heads and H of key heads, L the number of queries and S of keys, E and Ev the head dimensions.
 
     Args:
       query: [N…, Hq, L, E]; float16, bfloat16, float32 or float64, of any strides.  The kernels serve E and Ev from 1 to 256.
       key: [N…, H, S, E], in the dtype of `query`.
-      value: [N…, H, S, Ev], likewise.  Leading axes broadcast.
-      attn_mask: broadcasts to [N…, Hq, L, S].  Boolean: True where a query attends to a key.  Floating point: added to
-        the scores, and differentiable; -1e5 or less hides the key, and where no sum is above -9e4, all keys may be hidden.
-        Or a :class:`torch.nn.attention.bias.CausalBias`, or FlexAttention's
-        :class:`~torch.nn.attention.flex_attention.BlockMask`, whose `mask_mod` each call evaluates for partial blocks alone.
-      dropout_p: the share of probabilities that are dropped, in [0, 1], by PyTorch's default generator; the others are
-        divided by 1 - dropout_p.  Every derivative drops the same; but torch.func.linearize, which traces, draws anew
-        whenever its result is called, as of PyTorch's own dropout.
-      is_causal: query i attends to keys 0 … i.  Not together with `attn_mask`.
+      value: [N…, H, S, Ev], in the dtype of `query`.  Leading axes broadcast.
+      attn_mask: broadcasts to [N…, Hq, L, S].  Boolean: True where a query sees a key.  Floating point: a bias that is added to
+        the scores, and differentiable; -1e5 or less hides the key, and a row with no sum above -9e4 may count as fully hidden.
+        May also be a :class:`torch.nn.attention.bias.CausalBias`, or FlexAttention's
+        :class:`~torch.nn.attention.flex_attention.BlockMask`; each call evaluates its `mask_mod`, for partial blocks only.
+      dropout_p: the share of probabilities to drop, in [0, 1], by PyTorch's default generator; the others are divided by
+        1 - dropout_p.  Every derivative drops the same ones, except that torch.func.linearize draws anew whenever its result
+        is called, as for PyTorch's own dropout.
+      is_causal: query i sees keys 0 … i.  Must not be combined with `attn_mask`.
       scale: σ, a number; 1 / sqrt(E) by default.
-      enable_gqa: let Hq be a multiple of H; consecutive groups of Hq // H query heads share a key head
-        (arXiv:2305.13245).  Heads of `value` may then be of another number that divides Hq.
-      causal_alignment: "upper_left", or "lower_right": then `is_causal` and `local_window_size` count queries from the end,
-        i + S - L in place of i, whatever the lengths below.
-      local_window_size: (left, right) or one number for both: query i attends to keys i - left … i + right, either of
-        which may be negative; None for one of the two does not limit it.
-      query_seq_lengths, key_value_seq_lengths: integers [B], B the product of N…; what lies beyond is padding: such queries
-        give zeros, such keys are hidden.  Lengths below 0 count as 0, those beyond the tensor as its length: with a warning
-        where they are on a CPU.
-      query_segment_ids, key_value_segment_ids: integers [B, L] and [B, S]; a query attends to keys of its own segment.
-        Those that int32 need not hold (int64, uint32, uint64) are sorted first.
-      key_ranges: integers [B, Hq, L, R, 2], or with H heads or one, and B or one: query i attends to the keys in any of the R
-        intervals [start, end), which may be empty, overlap or pass the ends.  R is small; :mod:`jax_flash_jvp.visibility` makes
-        them.  Tiles that nobody sees are not visited.
-      mask_block_size: (b_q, b_k); then an element of a boolean `attn_mask`, which broadcasts to [N…, Hq, ⌈L / b_q⌉, ⌈S / b_k⌉] in
-        all but its last two axes, stands for a block of so many queries and keys.  Tiles of hidden blocks are not visited.
+      enable_gqa: let Hq be a multiple of H; consecutive groups of Hq // H query heads share a key head (arXiv:2305.13245).
+        `value` may then have another number of heads that divides Hq.
+      causal_alignment: "upper_left", or "lower_right".  With "lower_right", `is_causal` and `local_window_size` count from the
+        last key: i + S - L replaces i.  Lengths do not change this.
+      local_window_size: (left, right), or one number for both: query i sees keys i - left … i + right.  Either may be negative.
+        None for one of the two means no limit on that side.
+      query_seq_lengths, key_value_seq_lengths: integers [B], B the product of N…; everything beyond is padding: such queries
+        give zeros, such keys are hidden.  Lengths below 0 count as 0, and lengths beyond the tensor as its length; a warning
+        says so if they are on a CPU.
+      query_segment_ids, key_value_segment_ids: integers [B, L] and [B, S]; a query sees the keys of its own segment.  Ids of
+        dtype int64, uint32 or uint64 are sorted first.
+      key_ranges: integers [B, Hq, L, R, 2]; the heads may be H or one, B may be one.  Query i sees the keys in any of the R
+        intervals [start, end).  Intervals may be empty, overlap or pass the ends.  Keep R small;
+        :mod:`jax_flash_jvp.visibility` makes the usual ones.  Fully masked tiles are skipped.
+      mask_block_size: (b_q, b_k); each element of a boolean `attn_mask` then stands for a block of b_q queries and b_k keys.
+        The mask must be [N…, Hq, ⌈L / b_q⌉, ⌈S / b_k⌉], and broadcasts in all but the last two axes.  Hidden blocks are
+        skipped.
       logits_soft_cap: c; scores become c tanh(σ q·k / c), before `attn_mask` (arXiv:2408.00118, section 2).
       sinks: [Hq]; one more score for each head, with a value of zero (arXiv:2309.17453).  Differentiable.
-      context_group, context_strategy, context_order: who shares the sequences, and how, as :func:`context_parallel` says, whose
-        open context they take the place of.  Tensors are this process's parts then: L and S count its own queries and keys.
-        Segment ids and the rows of `key_ranges` are cut alike; lengths, windows and places are those of the whole sequence;
-        `attn_mask` has this process's queries and all keys in the order of the sequence, or one row for its keys; masks of blocks
-        raise.  All drop what the first process of the group draws.  Of DTensors, placements say who shares what, and shapes are
-        those of whole tensors.
+      context_group, context_strategy, context_order: which processes share the sequences, and how; see
+        :func:`context_parallel`, whose open context they override.  Tensors are then this process's parts, and L and S count
+        its own queries and keys.  Segment ids and the rows of `key_ranges` are cut in the same way.  Lengths, windows and
+        positions in ranges refer to the whole sequence.  `attn_mask` has this process's queries and all keys in the order of
+        the sequence, or one row for its own keys; block masks raise.  All processes use the dropout of the first one.  For
+        DTensors the placements say who shares what, and shapes are those of whole tensors.
       return_lse: also return the log-sum-exp of the scores.
-      deterministic: True: gradients have the same bits on every run.  None: what torch.are_deterministic_algorithms_enabled()
-        says when this is called.  Else terms of the query's gradients are added up in whatever order they come, which changes
-        their last bits, in long sequences where a fixed order would take more than 5% longer.  What several processes compute
-        alike, of DTensors that a dimension of the mesh has whole, has the same bits in all, whatever this says.
+      deterministic: True: gradients have the same bits on every run.  None: as torch.are_deterministic_algorithms_enabled()
+        says at the call.  False: in long sequences, where a fixed order would take more than 5% longer, the terms of the
+        query's gradient are added in any order, which changes its last bits.  DTensors that several processes hold whole get
+        the same bits in all of them, whatever this says.
 
     Returns:
-      [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev]; with `return_lse`, a pair of it and of
-      the log-sum-exp (natural logarithm) of each row of scores, [N…, Hq, L] in float32 (float64 for float64 tensors),
-      differentiable like the output.  Scores and sums are accumulated in float32 (float64).  A query that attends to no key
-      gives zeros, where some of PyTorch's kernels give NaN, and -inf, with zero derivatives (but for the log-sum-exp with
-      `sinks`, which is then the sink).
+      [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev].  With `return_lse`, the pair of the
+      output and the log-sum-exp (natural logarithm) of each row of scores, [N…, Hq, L], in float32 (float64 for float64
+      tensors), differentiable like the output.  Scores and sums are accumulated in float32 (float64).  A query that sees no key
+      gives zeros, where some of PyTorch's kernels give NaN, and a log-sum-exp of -inf, with zero derivatives.  With `sinks` its
+      log-sum-exp is the sink.
 
     Raises:
-      ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`, a mask of blocks
+      ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`, a block mask
         where processes share a sequence.
-      TypeError: dtypes that are not supported or differ, a tensor as `scale` or `dropout_p`, an `is_causal` that is no bool.
-      UserWarning: a window that hides all keys, as (-1, -1) does, or has a -1 beside another number, as (3, -1); lengths on a
-        CPU that are out of range.  Not where torch.compile traces.
-      RuntimeError: a derivative that torch.compile or forward_ad would get wrong; the text says what to do instead.
+      TypeError: dtypes that are not supported or differ, a tensor as `scale` or `dropout_p`, an `is_causal` that is not a bool.
+      UserWarning: a window that hides all keys, such as (-1, -1), or that has a -1 beside another number, such as (3, -1);
+        lengths on a CPU that are out of range.  No warnings where torch.compile traces.
+      RuntimeError: a derivative that torch.compile or forward_ad would get wrong; the message says what to do instead.
 
-    A call with tangents (torch.func.jvp, forward_ad) launches the kernel that computes the output and its tangent
-    together.  What the kernels do not serve, and tensors that are not on an NVIDIA GPU, are computed in PyTorch, in
-    memory linear in L and S; but a gradient through a JVP of a JVP keeps its scores, and autocast reaches into third
-    derivatives.  Float32 products on a GPU follow torch.backends.cuda.matmul.fp32_precision, and so
-    torch.set_float32_matmul_precision.
+    A call with tangents (torch.func.jvp, forward_ad) runs one kernel for the output and its tangent.  PyTorch code computes
+    what the kernels do not serve, and tensors that are not on an NVIDIA GPU, in memory linear in L and S.  Two exceptions: a
+    gradient through a JVP of a JVP keeps its scores, and autocast reaches into third derivatives.  Float32 matmuls on a GPU
+    follow torch.backends.cuda.matmul.fp32_precision, and so torch.set_float32_matmul_precision.
 
     FlashAttention: arXiv:2205.14135, arXiv:2307.08691; its tangent: arXiv:2410.11081, appendix.
     """

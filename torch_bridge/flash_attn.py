@@ -63,32 +63,34 @@ def flash_attn_func(
     bias: Tensor | CausalBias | None = None,
     causal_alignment: Alignment | None = None,
 ) -> Tensor | Results:
-    """:func:`torch_bridge.scaled_dot_product_attention` in the layout, and with the arguments, of the flash-attn package:
-    q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev], Hq a multiple of H, give a contiguous [B, L, Hq, Ev].
+    """:func:`torch_bridge.scaled_dot_product_attention` with the layout and the arguments of the flash-attn package.
+
+    q [B, L, Hq, E], k [B, S, H, E] and v [B, S, H, Ev] give a contiguous [B, L, Hq, Ev].  Hq is a multiple of H.
 
     Args:
-      dropout_p, softmax_scale: as `dropout_p` and `scale` there.
-      causal: query i attends to keys 0 … i + S - L, so that the last one sees all; but see `causal_alignment`.
-      window_size: (left, right): query i attends to keys i + S - L - left … i + S - L + right; -1 does not limit a side.
-      softcap: `logits_soft_cap` there; 0 for none.
-      alibi_slopes: not served.
-      deterministic: as of :func:`torch_bridge.scaled_dot_product_attention`; False is its None.
+      dropout_p, softmax_scale: `dropout_p` and `scale` of that function.
+      causal: query i sees keys 0 … i + S - L, so that the last query sees all; but see `causal_alignment`.
+      window_size: (left, right): query i sees keys i + S - L - left … i + S - L + right; -1 means no limit on that side.
+      softcap: `logits_soft_cap` of that function; 0 means none.
+      alibi_slopes: not served; must be None.
+      deterministic: `deterministic` of that function; False here is None there.
       return_attn_probs: also return the log-sum-exp of the scores, [B, Hq, L] and differentiable, and None for the
         probabilities, which are never formed.
-      bias: as `attn_mask` there, but goes with `causal` too.
-      causal_alignment: as there; by default "lower_right", as in flash-attn since 2.1, but "upper_left" with a `bias`.
+      bias: `attn_mask` of that function, which may here be combined with `causal`.
+      causal_alignment: as in that function.  The default is "lower_right", as in flash-attn since 2.1, and "upper_left" with a
+        `bias`.
 
     Returns:
-      [B, L, Hq, Ev] in the dtype of `q`; with `return_attn_probs`, (it, the log-sum-exp, None).
+      [B, L, Hq, Ev] in the dtype of `q`; with `return_attn_probs`, (output, log-sum-exp, None).
 
     Raises:
       ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `causal` beside a CausalBias.
-      TypeError: dtypes that are not supported or differ, what is no tensor, flag or number, a `window_size` that is no pair of
-        integers, an argument that is given twice or too many after a `bias`.
-      RuntimeError: as of :func:`torch_bridge.scaled_dot_product_attention`.
+      TypeError: dtypes that are not supported or differ, an argument that should be a tensor, flag or number and is not, a
+        `window_size` that is not a pair of integers, an argument given twice, too many arguments after a `bias`.
+      RuntimeError: as in :func:`torch_bridge.scaled_dot_product_attention`.
 
-    Calls of `flash_attn_triton.py`, with a bias or None after the tensors, then `causal` and `softmax_scale`, mean what they
-    meant there: query i attends to keys 0 … i.  Errors about how tensors fit speak of `query`, `key` and `value`.
+    Calls in the order of `flash_attn_triton.py` keep their meaning: a bias or None after the tensors, then `causal` and
+    `softmax_scale`; query i sees keys 0 … i.  Errors about how tensors fit speak of `query`, `key` and `value`.
     """
     tensors = q, k, v, overriding(bias)
     if has_torch_function(tensors):
@@ -162,11 +164,11 @@ def flash_attn_qkvpacked_func(
     bias: Tensor | CausalBias | None = None,
     causal_alignment: Alignment | None = None,
 ) -> Tensor | Results:
-    """:func:`flash_attn_func` of qkv [B, L, 3, H, E], which is not copied.
+    """:func:`flash_attn_func` of qkv [B, L, 3, H, E].  The packed tensor is not copied.
 
     Raises:
-      ValueError: `qkv` is not of this shape; and what :func:`flash_attn_func` raises.
-      TypeError: `qkv` is no tensor; and what :func:`flash_attn_func` raises.
+      ValueError: `qkv` has another shape; also as in :func:`flash_attn_func`.
+      TypeError: `qkv` is not a tensor; also as in :func:`flash_attn_func`.
     """
     tensors = qkv, overriding(bias)
     ours: dict[str, Any] = dict(bias=bias, causal_alignment=causal_alignment)
@@ -199,11 +201,11 @@ def flash_attn_kvpacked_func(
     bias: Tensor | CausalBias | None = None,
     causal_alignment: Alignment | None = None,
 ) -> Tensor | Results:
-    """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E], which is not copied.
+    """:func:`flash_attn_func` of q [B, L, Hq, E] and kv [B, S, 2, H, E].  The packed tensor is not copied.
 
     Raises:
-      ValueError: `kv` is not of this shape; and what :func:`flash_attn_func` raises.
-      TypeError: `kv` is no tensor; and what :func:`flash_attn_func` raises.
+      ValueError: `kv` has another shape; also as in :func:`flash_attn_func`.
+      TypeError: `kv` is not a tensor; also as in :func:`flash_attn_func`.
     """
     tensors = q, kv, overriding(bias)
     ours: dict[str, Any] = dict(bias=bias, causal_alignment=causal_alignment)

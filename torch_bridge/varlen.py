@@ -91,31 +91,34 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> Tensor | Results:
-    """Attention of sequences that lie one behind the other, without padding, with the arguments of the flash-attn package:
-    q [total, Hq, E], k [total of keys, H, E] and v [total of keys, H, Ev] give [total, Hq, Ev], with every derivative.
+    """Attention of packed sequences, without padding, with the arguments of the flash-attn package and every derivative.
+
+    q [total, Hq, E], k [total of keys, H, E] and v [total of keys, H, Ev] give [total, Hq, Ev].
 
     Args:
-      cu_seqlens_q, cu_seqlens_k: integers [sequences + 1], where each sequence begins, and where the last one ends; a sequence
-        may be empty.  In a context (:func:`context_parallel`) those of all processes together, where totals are of this one.
+      cu_seqlens_q, cu_seqlens_k: integers [sequences + 1]: where each sequence begins, and where the last one ends.  A sequence
+        may be empty.  In a context (:func:`context_parallel`) they are those of all processes together, while the totals are
+        those of this process.
       max_seqlen_q, max_seqlen_k: not needed.
-      causal, window_size: count from the lower right corner of each sequence, whose last query sees its last key; -1 does not
-        limit a side.
+      causal, window_size: count from the lower right corner of each sequence: its last query sees its last key.  -1 means no
+        limit on that side.
       dropout_p, softmax_scale, softcap, deterministic: as in :func:`flash_attn_func`.
-      alibi_slopes, block_table: not served.
-      seqused_q, seqused_k: integers [sequences], how many of the first tokens of each sequence are used; the others, whose memory
-        may hold anything, are seen by nobody and give zeros.  Not in a context, where they raise a ValueError.
+      alibi_slopes, block_table: not served; must be None.
+      seqused_q, seqused_k: integers [sequences]: how many of the first tokens of each sequence are used.  The memory of the
+        others may hold anything; nobody sees them, and they give zeros.  In a context they raise a ValueError.
       return_attn_probs: also return the log-sum-exp of the scores, [Hq, total] and differentiable, and None for the
         probabilities, which are never formed.
 
     Raises:
-      ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `block_table`.  `cu_seqlens` that
-        decrease, begin below zero or end beyond the tokens, where they are on the CPU.  They are not checked on a GPU, and where
-        torch.compile traces.
-      TypeError: `cu_seqlens` that are no integers, and as of :func:`flash_attn_func`.
+      ValueError: shapes or devices that do not fit, numbers out of range, `alibi_slopes`, `block_table`.  Also `cu_seqlens`
+        that decrease, begin below zero or end beyond the tokens, if they are on the CPU; on a GPU, and where torch.compile
+        traces, they are not checked.
+      TypeError: `cu_seqlens` that are not integers; also as in :func:`flash_attn_func`.
       UserWarning: `cu_seqlens` on the CPU that do not begin with zero.
 
-    Tokens of no sequence give zeros.  Those behind the last sequence may hold NaN, in tensors, tangents and cotangents.  So may
-    those before the first one, and those of a sequence that has no tokens on the other side, where the reference computes.
+    Tokens of no sequence give zeros.  Tokens behind the last sequence may hold NaN, in tensors, tangents and cotangents.  In
+    the reference this also holds for tokens before the first sequence, and for those of a sequence that has no tokens on the
+    other side.
     """
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     if has_torch_function(tensors):
