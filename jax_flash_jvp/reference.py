@@ -35,14 +35,16 @@ sums as large as the keys for each block of queries.
 import operator
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_flash_jvp import sight
 from jax_flash_jvp.problem import DIFFERENTIABLE, HIDES, Operands, Problem
+from jax_flash_jvp.sight import Axis
 
 BLOCK = 256  # a tile has at most so many queries and so many keys
 
@@ -50,35 +52,6 @@ Arrays = dict[str, Any]
 Pair = tuple[Array | None, Array | None]  # belonging to (output, log_sum_exp); None is zero
 KINDS = {"q": "query", "k": "key", "v": "key", "bias": "scores"}
 PLACES = {(False, False): "shared", (True, False): "row", (False, True): "column", (True, True): "pair"}
-
-
-class Axis(NamedTuple):
-    """A sequence axis in blocks of equal length, the last one padded; never without a block."""
-
-    length: int
-    blocks: int
-    block: int
-
-    @classmethod
-    def cut(cls, length: int) -> "Axis":
-        blocks = max(1, -(-length // BLOCK))
-        return cls(length, blocks, max(1, -(-length // blocks)))
-
-    def positions(self, i: Any) -> Any:
-        return i * self.block + np.arange(self.block, dtype=np.int32)
-
-    def split(self, a: Array, axis: int) -> Array:
-        """[..., length, ...] -> [blocks, ..., block, ...], `axis` counted from the end"""
-        axis += a.ndim
-        a = jnp.pad(a, [(0, (self.blocks * self.block - self.length) * (i == axis)) for i in range(a.ndim)])
-        return jnp.moveaxis(a.reshape(*a.shape[:axis], self.blocks, self.block, *a.shape[axis + 1 :]), axis, 0)
-
-    def join(self, a: Array, axis: int) -> Array:
-        """[blocks, ..., block, ...] -> [..., length, ...], `axis` counted from the end"""
-        a = jnp.moveaxis(a, 0, axis - 1)
-        axis += a.ndim - 1
-        a = a.reshape(*a.shape[:axis], self.blocks * self.block, *a.shape[axis + 2 :])
-        return lax.slice_in_dim(a, 0, self.length, axis=axis)
 
 
 class Tiles:
@@ -91,10 +64,12 @@ class Tiles:
 
     def __init__(self, x: Operands, problem: Problem) -> None:
         self.x, self.problem = x, problem
-        self.rows, self.columns = Axis.cut(x.query.shape[1]), Axis.cut(x.key.shape[1])
+        self.rows, self.columns = (Axis.cut(a.shape[1], BLOCK) for a in (x.query, x.key))
         self.heads = (x.key.shape[2], x.query.shape[2] // max(1, x.key.shape[2]))
         self.dtype = np.promote_types(x.query.dtype, jnp.float32)
         self.reach = problem.reach(self.rows.length, self.columns.length)
+        several = self.rows.blocks * self.columns.blocks > 1
+        self.seen = sight.visible(x, problem, self.rows, self.columns) if several else None
         self.arrays: dict[str, Arrays] = {place: {} for place in PLACES.values()}
         self.sums: dict[str, Arrays] = {"row": {}, "column": {}, "pair": {}}
         self.add("query", q=x.query)
@@ -137,14 +112,6 @@ class Tiles:
         heads = self.heads if a.shape[1] == self.x.query.shape[2] else (a.shape[1], 1)
         return a.reshape(a.shape[0], *heads, *a.shape[2:])
 
-    def add_residuals(self, log_sum_exp: Array, tx: Operands, **row_scalars: Array | None) -> None:
-        """File what a derivative needs: ℓ, the tangents, and other [B, N, T]."""
-        # A row that sees no key has scores of -∞, and so probabilities of zero, but exp(-∞ + ∞) would be NaN.
-        row_scalars["log_sum_exp"] = jnp.where(log_sum_exp == -np.inf, 0, log_sum_exp)
-        self.add("query", t_q=tx.query, **{n: None if a is None else a.mT[..., None] for n, a in row_scalars.items()})
-        self.add("key", t_k=tx.key, t_v=tx.value)
-        self.add("scores", t_bias=tx.bias)
-
     def add_row_sums(self, **channels: int) -> None:
         block = (self.x.query.shape[0], *self.heads, self.rows.block)
         self.sums["row"] |= {n: self.zeros(*block, size) for n, size in channels.items()}
@@ -156,9 +123,6 @@ class Tiles:
                 if wanted and name in self.arrays[place]:
                     zeros = self.zeros(*self.arrays[place][name].shape[leading:])
                     self.sums["row" if place == "shared" else place][prefix + name] = zeros
-
-    def result_dtype(self, like: Array) -> Any:
-        return self.dtype if self.problem.partial else like.dtype
 
     def zeros(self, *shape: int) -> Array:
         return lax.full_like(self.x.query, 0, self.dtype, shape)  # varies over a shard_map's axes as the query does
@@ -173,18 +137,16 @@ class Tiles:
         a = self.rows.join(a, -2) if by_row else a if by_column else a.sum(0)
         return (self.columns.join(a, -1) if by_column else a).reshape(shape)
 
-    def take_row_scalar(self, a: Array) -> Array:
-        batch, queries, heads, _ = self.x.query.shape
-        return self.take("query", a, (batch, queries, heads)).mT
+    def take_rows(self, a: Array) -> Array:
+        return self.take("query", a, (*self.x.query.shape[:3], a.shape[-1]))
 
-    def take_gradients(self, prefix: str, sums: Arrays) -> Operands:
-        def gradient(name: str, like: Array) -> Array | None:
-            if prefix + name not in sums:
-                return None
+    def take_gradients(self, prefix: str, sums: Arrays) -> Arrays:
+        def gradient(name: str, like: Array) -> Array:
             a = self.take(KINDS[name], sums[prefix + name], jnp.shape(like))
-            return (self.problem.scale * a if name in ("q", "k") else a).astype(self.result_dtype(like))
+            return self.problem.scale * a if name in ("q", "k") else a
 
-        return Operands(*map(gradient, KINDS, self.x[:DIFFERENTIABLE]))
+        pairs = zip(KINDS, self.x[:DIFFERENTIABLE], strict=True)
+        return {prefix + name: gradient(name, like) for name, like in pairs if prefix + name in sums}
 
     def scores(self, i: Any, j: Any, d: Arrays) -> Array:
         """S of the tile of row block i and column block j, and what else depends on the place: added to `d`."""
@@ -250,10 +212,10 @@ class Tiles:
         }
 
         def one_row(column_sums: Arrays, inputs: Any) -> Any:
-            i, row, pairs = inputs
+            i, row, pairs, seen = inputs
 
             def one_tile(row_sums: Arrays, inputs: Any) -> Any:
-                j, column, pair, column_sums = inputs
+                j, column, pair, column_sums, seen = inputs
                 sums = {**row_sums, **column_sums, **self.sums["pair"]}
 
                 def visit(sums: Arrays) -> Arrays:
@@ -261,18 +223,18 @@ class Tiles:
                     s = self.scores(i, j, d)
                     return tile(d, s, sums)
 
-                skip = self.out_of_sight(i, j)
+                skip = self.out_of_sight(i, j) if seen is None else ~seen
                 if skip is None:
                     sums = visit(sums)
                 else:
                     sums = lax.cond(skip, lambda sums: sums, visit, sums)
                 return pick(sums, row_sums), (pick(sums, column_sums), pick(sums, self.sums["pair"]))
 
-            blocks = (np.arange(self.columns.blocks, dtype=np.int32), self.arrays["column"], pairs, column_sums)
+            blocks = (np.arange(self.columns.blocks, dtype=np.int32), self.arrays["column"], pairs, column_sums, seen)
             row_sums, (column_sums, pair_sums) = loop(one_tile, self.sums["row"], blocks, self.columns.blocks)
             return column_sums, (row_sums, pair_sums)
 
-        blocks = (np.arange(self.rows.blocks, dtype=np.int32), self.arrays["row"], self.arrays["pair"])
+        blocks = (np.arange(self.rows.blocks, dtype=np.int32), self.arrays["row"], self.arrays["pair"], self.seen)
         column_sums, (row_sums, pair_sums) = loop(one_row, whole_columns, blocks, self.rows.blocks)
         return {**row_sums, **column_sums, **pair_sums}
 
@@ -315,6 +277,10 @@ def product(subscripts: str, a: Array | None, b: Array | None) -> Any:
 outer = partial(product, "bkgtd,bksd->bkgts")  # rows, columns -> scores
 onto_rows = partial(product, "bkgts,bksd->bkgtd")  # scores, columns -> rows
 onto_columns = partial(product, "bkgts,bkgtd->bksd")  # scores, rows -> columns
+
+
+def result_dtype(problem: Problem, like: Array) -> Any:
+    return np.promote_types(like.dtype, jnp.float32) if problem.partial else like.dtype
 
 
 def minus_row_sum(a: Array | None, b: Array | None) -> Array | None:
@@ -405,6 +371,13 @@ def forward(x: Operands, problem: Problem) -> tuple[Array, Array]:
 
 def _forward(x: Operands, problem: Problem, for_maximum: Callable[[Array], Array]) -> tuple[Array, Array]:
     x = cut_operands(x, x)
+    a = sight.sweep(partial(_softmax, for_maximum), x, problem, {}, {}, {}, loop)
+    return a["o"].astype(result_dtype(problem, x.query)), a["log_sum_exp"].squeeze(-1).mT
+
+
+def _softmax(
+    for_maximum: Callable[[Array], Array], x: Operands, problem: Problem, rows: Arrays, keys: Arrays
+) -> Arrays:
     tiles = Tiles(x, problem)
     tiles.add_row_sums(maximum=1, total=1, o=x.value.shape[-1])
     # Not -∞: in a row that sees no key, scores minus maximum would be NaN.
@@ -419,9 +392,8 @@ def _forward(x: Operands, problem: Problem, for_maximum: Callable[[Array], Array
     sums = tiles.sweep(tile)
     hidden = sums["total"] == 0
     total = jnp.where(hidden, 1, sums["total"])
-    o = tiles.take("query", sums["o"] / total, (*x.query.shape[:3], x.value.shape[-1]))
     log_sum_exp = jnp.where(hidden, -np.inf, sums["maximum"] + jnp.log(total))
-    return o.astype(tiles.result_dtype(x.query)), tiles.take_row_scalar(log_sum_exp)
+    return dict(o=tiles.take_rows(sums["o"] / total), log_sum_exp=tiles.take_rows(log_sum_exp))
 
 
 def forward_dual(x: Operands, tx: Operands, problem: Problem) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
@@ -460,14 +432,40 @@ def backward_dual(
     x, tx = cut_operands(x, x), cut_operands(tx, x)
     delta = add(d_mu, minus_row_sum(d_to, o))
     t_delta = add(d_lse, minus_row_sum(d_o, o), minus_row_sum(d_to, t_o))
-    tiles = Tiles(x, problem)
-    tiles.add_residuals(log_sum_exp, tx, delta=delta, t_delta=t_delta, minus_mu=multiply(-1, mu))
-    tiles.add("query", d_o=d_o, d_to=d_to)
     seen = log_sum_exp != -np.inf  # rows that see nothing have no gradient
-    tiles.add(
-        "query", **{n: jnp.where(seen, a, 0).mT[..., None] for n, a in dict(h=d_mu, g=d_lse).items() if a is not None}
-    )
-    tiles.add("key", **{n: cast(a, tiles.dtype) for n, a in dict(wide_k=x.key, wide_t_k=tx.key).items()})
+    # and their scores are -∞, but exp(-∞ + ∞) would be NaN
+    scalars = dict(log_sum_exp=jnp.where(seen, log_sum_exp, 0), delta=delta, t_delta=t_delta, minus_mu=multiply(-1, mu))
+    scalars |= {n: jnp.where(seen, a, 0) for n, a in dict(h=d_mu, g=d_lse).items() if a is not None}
+    rows = dict(t_q=tx.query, d_o=d_o, d_to=d_to) | {n: a.mT[..., None] for n, a in scalars.items() if a is not None}
+    keys = dict(t_k=tx.key, t_v=tx.value)
+    rows, keys = ({n: a for n, a in arrays.items() if a is not None} for arrays in (rows, keys))
+    dtype = np.promote_types(x.query.dtype, jnp.float32)
+    sums = {
+        prefix + name: lax.full_like(x.query, 0, dtype, like.shape)
+        for prefix, wanted in (("d_t", want), ("d_", want_tangent))
+        for name, like, wants in zip("kv", (x.key, x.value), wanted[1:3], strict=True)
+        if wants
+    }
+    f = partial(_gradients, tx.bias, want, want_tangent)
+    a = sight.sweep(f, x, problem, rows, keys, sums, loop)
+    names = zip(KINDS, x[:DIFFERENTIABLE], strict=True)
+    cast_to = {
+        prefix + n: result_dtype(problem, like) for n, like in names if like is not None for prefix in ("d_t", "d_")
+    }
+    a = {n: array.astype(cast_to[n]) for n, array in a.items()}
+    dtx, dx = (Operands(*[a.get(prefix + n) for n in KINDS]) for prefix in ("d_t", "d_"))
+    return dtx, dx
+
+
+def _gradients(
+    t_bias: Array | None, want: tuple[bool, ...], want_tangent: tuple[bool, ...], x: Operands, problem: Problem,
+    rows: Arrays, keys: Arrays,
+) -> Arrays:  # fmt: skip
+    tiles = Tiles(x, problem)
+    tiles.add("query", **rows)
+    tiles.add("key", **keys)
+    tiles.add("scores", t_bias=t_bias)
+    tiles.add("key", **{n: cast(a, tiles.dtype) for n, a in dict(wide_k=x.key, wide_t_k=keys.get("t_k")).items()})
     whole = not problem.partial and (want[0] or want_tangent[0])
     if whole:
         tiles.add_row_sums(rows_of_d_ts=1, rows_of_d_s=1, mean=x.key.shape[3], t_mean=x.key.shape[3])
@@ -512,4 +510,4 @@ def backward_dual(
         common |= dict(d_tbias=h, d_bias=g)
         sums |= {name: lax.full_like(sums[name], 0) for name in ("d_tbias", "d_bias") if name in sums}
     sums = accumulate(sums, **common)
-    return tiles.take_gradients("d_t", sums), tiles.take_gradients("d_", sums)
+    return tiles.take_gradients("d_t", sums) | tiles.take_gradients("d_", sums)

@@ -18,6 +18,7 @@ import torch
 
 from jax_flash_jvp.problem import HIDES, Operands, Problem
 from torch_bridge.block_mask import booleans, pages_of
+from torch_bridge.sight import blocks
 
 # Scores in a block, at most, unless that were fewer than 16 queries.  CPUs keep so many in their caches.
 BLOCK, ON_CPU = 2**22, 2**20
@@ -116,9 +117,9 @@ def _cut(a, outside):
 
 
 def _sweep(f, case, inputs, names, likes, given=INPUTS):
-    """Apply f(case, at, *inputs) to one block of queries after the other, `at` = (first query, queries in all, first key, keys in
-    all), and to the keys alone that causality and windows leave to these.  Results, of these names, that have a row for each
-    query are put together, the others summed; then they get the dtypes of `likes`.  `given`: the names of the inputs."""
+    """Apply f(case, at, *inputs) to one block of queries after the other, `at` = (first query, queries in all, places of the
+    keys, keys in all), and to the keys alone that some of these may see.  Results, of these names, that have a row for each query
+    are put together, the others summed; then they get the dtypes of `likes`.  `given`: the names of the inputs."""
     q, k, _, mask, *_ = inputs
     given = given[: len(inputs)]
     queries, keys = q.shape[2], k.shape[2]
@@ -128,39 +129,49 @@ def _sweep(f, case, inputs, names, likes, given=INPUTS):
     for name, a in zip(given, inputs, strict=True):
         a = a if a is None or not a.is_floating_point() else a.to(dtype)
         wide.append(a if name in OF_SCORES else _cut(a, outside[name in OF_KEYS]))
-    size = max(16, (ON_CPU if q.device.type == "cpu" else BLOCK) // max(1, q.shape[0] * q.shape[1] * keys))
     results = [[] for _ in likes]
-    for first in range(0, max(1, queries), size):
-        begin, end = _seen(case.problem.reach(queries, keys), first, min(first + size, queries), keys)
+    for of_block in blocks(case, q, k, mask, ON_CPU if q.device.type == "cpu" else BLOCK):
+        seen = _Seen(of_block, keys, q.device)
         block = []
         for name, a in zip(given, wide, strict=True):
-            rows = a if a is None or not _has_rows(case, name, mask) else a[:, :, first : first + size]
-            block.append(rows if rows is None else _narrow(rows, _keys_axis(case, name, mask), begin, end))
-        values = f(case, (first, queries, begin, keys), *block)
+            rows = a if a is None or not _has_rows(case, name, mask) else a[:, :, of_block.first : of_block.last]
+            block.append(rows if rows is None else seen.take(rows, _keys_axis(case, name, mask)))
+        values = f(case, (of_block.first, queries, seen.places, keys), *block)
         for result, value, name in zip(results, values, names, strict=True):
-            value = _widen(value, _keys_axis(case, name, mask), begin, keys)
-            more = _has_rows(case, name, mask) or not result or value is None
-            result[:] = [*result, value] if more else [result[0] + value]
+            axis = _keys_axis(case, name, mask)
+            if value is None or not result or _has_rows(case, name, mask):
+                result.append(value if value is None else seen.put(value, axis))
+            else:
+                result[0] = seen.put(value, axis, result[0])
     joined = [None if r[0] is None else torch.cat(r, 2) if len(r) > 1 else r[0] for r in results]
     return [a if a is None or like is None else a.to(like.dtype) for a, like in zip(joined, likes, strict=True)]
 
 
-def _seen(reach, first, last, keys):
-    """The first key that queries first … last - 1 may see, and the one behind their last."""
-    left, right = reach
-    begin = 0 if left is None else min(max(0, first - left), keys)
-    return begin, keys if right is None else max(begin, min(keys, last + right))
+class _Seen:
+    """The keys of a block, out of all `keys`, and their `places`."""
 
+    def __init__(self, block, keys, device):
+        self.begin, self.end, self.keys = block.begin, block.end, keys
+        self.gathered = block.places is not None
+        self.places = torch.arange(self.begin, self.end, device=device)
+        if self.gathered:
+            self.places = torch.from_numpy(block.places)
 
-def _narrow(a, axis, begin, end):
-    return a if axis is None or (begin == 0 and end == a.shape[axis]) else a.narrow(axis, begin, end - begin)
+    def take(self, a, axis):
+        if axis is None or len(self.places) == self.keys:
+            return a
+        return a.index_select(axis, self.places) if self.gathered else a.narrow(axis, self.begin, self.end - self.begin)
 
-
-def _widen(a, axis, begin, keys):
-    """With zeros for the keys that none of the block sees."""
-    if a is None or axis is None or a.shape[axis] == keys:
-        return a
-    return torch.nn.functional.pad(a, (*[0] * 2 * (3 - axis), begin, keys - begin - a.shape[axis]))
+    def put(self, a, axis, total=None):
+        """Added to a total of all keys, which is changed; None: zeros."""
+        if axis is None or len(self.places) == self.keys:
+            return a if total is None else total + a
+        if total is None:
+            total = a.new_zeros((*a.shape[:axis], self.keys, *a.shape[axis + 1 :]))
+        if self.gathered:
+            return total.index_add_(axis, self.places, a)
+        total.narrow(axis, self.begin, self.end - self.begin).add_(a)
+        return total
 
 
 def _scores(case, at, q, k, mask):
@@ -170,13 +181,12 @@ def _scores(case, at, q, k, mask):
     if problem.soft_cap is not None:
         u = torch.tanh(s / problem.soft_cap)
         s = problem.soft_cap * u
-    first, queries, begin, keys = at
+    first, queries, j, keys = at
     if mask is not None and problem.mask_block is not None:
-        mask = _of_elements(mask, problem.mask_block, at, s.shape[2:])
+        mask = _of_elements(mask, problem.mask_block, at, s.shape[2])
     if mask is not None:
         s = (s if mask.dtype == torch.bool else s + mask).masked_fill(_hides(mask), -torch.inf)
-    i, j = (torch.arange(n, device=s.device) for n in s.shape[-2:])
-    i, j = first + i[:, None], begin + j
+    i = first + torch.arange(s.shape[2], device=s.device)[:, None]
     left, right = problem.reach(queries, keys)
     hidden = [j < i - left] if left is not None else []
     hidden += [j > i + right] if right is not None else []
@@ -184,7 +194,7 @@ def _scores(case, at, q, k, mask):
         hidden += [position >= lengths[:, None, None, None]] if lengths is not None else []
     if x.query_segments is not None:
         of_rows = x.query_segments[:, None, first : first + s.shape[2], None]
-        hidden += [of_rows != x.key_segments[:, None, None, begin : begin + s.shape[3]]]
+        hidden += [of_rows != x.key_segments[:, None, None, j]]
     if x.key_ranges is not None:
         hidden += [~_in_ranges(x.key_ranges[:, :, first : first + s.shape[2]], j, s)]
     for h in hidden:
@@ -192,11 +202,10 @@ def _scores(case, at, q, k, mask):
     return s, u
 
 
-def _of_elements(mask, block, at, sizes):
-    """Of a mask of blocks what stands for so many queries and keys."""
-    first, queries, begin, keys = at
-    i, j = (torch.arange(n, n + size, device=mask.device) for n, size in zip((first, begin), sizes, strict=True))
-    (b_q, b_k), i = block, i[:, None]
+def _of_elements(mask, block, at, rows):
+    """Of a mask of blocks what stands for so many queries and for these keys."""
+    first, queries, j, keys = at
+    (b_q, b_k), i = block, first + torch.arange(rows, device=mask.device)[:, None]
     if mask.dtype == torch.bool:
         return mask[:, :, i // b_q, j // b_k]
     table, pages = pages_of(mask, block, (queries, keys))
@@ -223,8 +232,8 @@ def _kept(case, at, q, k):
     if case.selection.seed is None:
         return None
     seed, other, *first = (n.int()[:, None, None, None] for n in case.selection.seed.unbind(1))
-    heads, i, j = (torch.arange(n, device=q.device, dtype=torch.int32) for n in (*q.shape[1:3], k.shape[2]))
-    heads, i, j = first[0] + heads[:, None, None], first[1] + (at[0] + i)[:, None], first[2] + (at[2] + j)
+    heads, i = (torch.arange(n, device=q.device, dtype=torch.int32) for n in q.shape[1:3])
+    heads, i, j = first[0] + heads[:, None, None], first[1] + (at[0] + i)[:, None], first[2] + at[2].int()
     rate = (np.float64 if q.dtype == torch.float64 else np.float32)(case.problem.dropout_rate)
     least, keys, others = (
         int(np.float32(2**31) * np.float32(rate)),
