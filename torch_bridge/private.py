@@ -12,12 +12,14 @@ from jax_flash_jvp.private import needed, optional
 # ------------------------------------------------------------------------------------------------ without which nothing is right
 
 is_functorch_wrapped_tensor = needed("torch._C._functorch.is_functorch_wrapped_tensor")
+is_gradtrackingtensor = needed("torch._C._functorch.is_gradtrackingtensor")
 is_batchedtensor = needed("torch._C._functorch.is_batchedtensor")
 get_unwrapped = needed("torch._C._functorch.get_unwrapped")
 # what torch.func makes of a Function for one level, and its leave to run
 SingleLevelFunction = needed("torch.autograd.function._SingleLevelFunction")
 single_level = needed("torch._C._functorch.get_single_level_autograd_function_allowed")
 allow_single_level = needed("torch._C._functorch.set_single_level_autograd_function_allowed")
+DisableFuncTorch = needed("torch._C._DisableFuncTorch")
 BelowAutograd = needed("torch._C._AutoDispatchBelowAutograd")  # what every kernel at the Autograd key opens
 # whether a compiled function lost the tangents of its inputs
 needed("torch.autograd.forward_ad._current_level")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
+from torch_bridge import private
 from torch_bridge.block_mask import pages_of
 
 GRAIN = 16
@@ -119,11 +119,11 @@ def _seen(case: Any, mask: Tensor | None, queries: int, keys: int) -> np.ndarray
 
 def _known(a: Tensor | None) -> np.ndarray | None:
     """Its numbers; None where it is mapped, or traced."""
-    while a is not None and _functorch.is_gradtrackingtensor(a):
-        a = _functorch.get_unwrapped(a)
-    if type(a) is not Tensor or _functorch.is_functorch_wrapped_tensor(a) or a.device.type != "cpu":
+    while a is not None and private.is_gradtrackingtensor(a):
+        a = private.get_unwrapped(a)
+    if type(a) is not Tensor or private.is_functorch_wrapped_tensor(a) or a.device.type != "cpu":
         return None
-    with torch._C._DisableFuncTorch():  # private: a level would wrap what `numpy` asks for on the way
+    with private.DisableFuncTorch():  # a level would wrap what `numpy` asks for on the way
         return a.detach().numpy()
 
 
