@@ -509,4 +509,4 @@ def test_tiles_go_by_what_is_seen(monkeypatch, length, head_dim, how, tiles):
     launches = [
         constants for kernel, _, constants, _ in recorder.launches if kernel.__name__ in ("forward", "backward")
     ]
-    assert [(c["BN"] if "BN" in c else c["T"], c["GROUPS"]) for c in launches] == tiles
+    assert [(c["T"], c["GROUPS"]) for c in launches] == tiles

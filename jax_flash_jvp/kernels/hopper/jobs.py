@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-from jax_flash_jvp.kernels.hopper import backward as backward_kernels
-from jax_flash_jvp.kernels.hopper import config
+from jax_flash_jvp.kernels.hopper import config, two_sides
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper import one_pass as one_pass_kernels
 from jax_flash_jvp.kernels.hopper import one_pass_dual as dual_kernels
@@ -160,7 +159,7 @@ def _forward(call: HopperCall, tx: Operands, saved=None):
             O=None if linear else call.output, LSE=None if linear else call.statistic,
             TO=call.output if dual else None, MU=call.statistic if dual else None,
         ), (1 + dual, 2 + dual),
-        BN=ring.tile, HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None, LINEAR=linear,
+        T=ring.tile, HAS_TQ=tx.query is not None, HAS_TK=tx.key is not None, HAS_TV=tx.value is not None, LINEAR=linear,
     )  # fmt: skip
     return got["O"], got["LSE"], got["TO"], got["MU"]
 
@@ -331,7 +330,7 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
         if sums := call.sweep(by_key=True).in_one_pass(dual=True, deterministic=problem.deterministic):
             return _dual_in_one_pass(call, y, cy, tangents, sums == "in order")
     dual, want, want_tangent = any(want_tangent), Operands(*want), Operands(*want_tangent)
-    call = HopperCall(launcher, problem, x, backward_kernels.backward, lists_counted=not dual)
+    call = HopperCall(launcher, problem, x, two_sides.backward, lists_counted=not dual)
     query = ((x.query, tx.query), (d_o, t_d_o))
     key = ((x.key, tx.key), (x.value, tx.value))
     by_query, by_key = call.sweep(by_key=False), call.sweep(by_key=True)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jax_flash_jvp.kernels.hopper.backward import excess_of, own, visits_of_head
+from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
 from jax_flash_jvp.kernels.hopper.one_pass import (
     COMMON_KEYS,
     ODD,
@@ -44,6 +44,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     GROUP_ROWS,
     LOG2E,
     accumulated,
+    excess_of,
     halves,
     log2_sum_exp,
     mean_at,
@@ -122,7 +123,7 @@ def load_streamed(x, tx, y, ty, place, use, buffers, y_buffer, ty_buffer, full, 
 @gluon.jit
 def produce(arrays, memory, ints, selection, options):
     T: gl.constexpr = STREAMED
-    block = own(gl.program_id(0), ints, selection, options)
+    block = block_of(gl.program_id(0), ints, selection, options)
     i_b = block.i_b
     n_tiles = tiles_of_queries(ints.LQ, options)
     of_keys = (i_b, block.i_a, block.i_block * (options.GROUPS * GROUP_ROWS))
@@ -304,7 +305,7 @@ def consume(w: gl.constexpr, memory, COMMON, results, scale, ints, selection, op
     FEATURES: gl.constexpr = options.FEATURES
     s_l: gl.constexpr = product_layout(T)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
-    block = own(gl.program_id(0), ints, selection, options)
+    block = block_of(gl.program_id(0), ints, selection, options)
     i_b, i_a = block.i_b, block.i_a
     HK = ints.HQ // ints.GROUP
     a_start = (block.i_block * GROUPS + w) * GROUP_ROWS
@@ -338,7 +339,7 @@ def consume(w: gl.constexpr, memory, COMMON, results, scale, ints, selection, op
     for more in range(options.LAG):
         turn = make_dq_in_turn(i + more, turn, w, memory, options)
     # worked out again, as the loop has no registers for it
-    block = own(gl.program_id(0) + (i >> 30), ints, selection, options)
+    block = block_of(gl.program_id(0) + (i >> 30), ints, selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_start = (block.i_block * GROUPS + w) * GROUP_ROWS
     o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
