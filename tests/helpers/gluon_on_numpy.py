@@ -28,8 +28,8 @@ from jax_flash_jvp.kernels.launcher import DESCRIBED, InPlace, Rows
 PACKAGE = "jax_flash_jvp.kernels.hopper"
 # of the kernels, each behind those that it imports
 MODULES = (
-    "products", "ring", "programs", "visibility", "blocks", "skeleton", "step", "step_plain", "step_dual", "forward", "two_sides",
-    "one_pass", "one_pass_dual",
+    "products", "ring", "programs", "handover", "visibility", "blocks", "skeleton", "step", "step_plain", "step_dual", "forward",
+    "two_sides", "adding", "step_one_pass", "step_one_pass_dual", "one_pass", "around_one_pass",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
+from jax_flash_jvp.kernels.hopper.handover import finish, hand_over, resume
 from jax_flash_jvp.kernels.hopper.products import (
     GROUP_ROWS,
     LN2,
@@ -46,11 +47,8 @@ from jax_flash_jvp.kernels.hopper.products import (
 from jax_flash_jvp.kernels.hopper.programs import (
     Integers,
     aligned,
-    finish,
-    hand_over,
     in_wave,
     queue,
-    resume,
 )
 from jax_flash_jvp.kernels.hopper.ring import (
     Cursor,

@@ -42,6 +42,26 @@ def run(consume: gl.constexpr, produce: gl.constexpr, memory, call, options):
 
 
 @gluon.jit
+def run_adding(consume: gl.constexpr, first: gl.constexpr, second: gl.constexpr, memory, call, options):
+    """Two or three warpgroups that multiply, and two warps, of which one loads and one adds."""
+    if options.GROUPS == 2:
+        gl.warp_specialize([
+            (consumer, (0, consume, memory, call, options)),
+            (consumer, (1, consume, memory, call, options)),
+            (helper, (first, memory, call, options)),
+            (helper, (second, memory, call, options)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (0, consume, memory, call, options)),
+            (consumer, (1, consume, memory, call, options)),
+            (consumer, (2, consume, memory, call, options)),
+            (helper, (first, memory, call, options)),
+            (helper, (second, memory, call, options)),
+        ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
+
+
+@gluon.jit
 def consume_blocks(w: gl.constexpr, compute_block: gl.constexpr, start, memory, call, options):
     """A warpgroup's.  `start`: what one block hands to the next, cursors of rings for instance."""
     FEATURES: gl.constexpr = options.FEATURES

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jax_flash_jvp.kernels.hopper import step_dual, step_plain
 from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
+from jax_flash_jvp.kernels.hopper.handover import finish, hand_over, resume
 from jax_flash_jvp.kernels.hopper.products import (
     GROUP_ROWS,
     accumulated,
@@ -41,11 +42,8 @@ from jax_flash_jvp.kernels.hopper.products import (
 from jax_flash_jvp.kernels.hopper.programs import (
     Integers,
     aligned,
-    finish,
-    hand_over,
     in_wave,
     queue,
-    resume,
 )
 from jax_flash_jvp.kernels.hopper.ring import (
     Cursor,
