@@ -125,10 +125,10 @@ def await_count(COUNT, number, seen):
 
 
 @gluon.jit
-def add(memory, call, options):
+def add(arrays, memory, call, options):
     """The warp that has TMA add dq, and row sums, to what other blocks have made of them."""
     ORDERED: gl.constexpr = options.ORDERED
-    arrays, COUNTS, ints = call.arrays, call.COUNTS, call.ints
+    COUNTS, ints = call.COUNTS, call.ints
     block = block_of(gl.program_id(0), ints, call.selection, options)
     i_b = block.i_b
     n_tiles = tiles_of_queries(ints.LQ, options)

@@ -86,7 +86,7 @@ from jax_flash_jvp.kernels.hopper.visibility import (
 Options = namedtuple(
     "Options", "C T SLOTS GROUPS HEIGHT SPLIT BUFFERS ROW TURNS HAS_MASKED FEATURES HAS_TQ HAS_TK HAS_TV LINEAR"
 )
-Call = namedtuple("Call", "arrays SAVED results scale ints selection")  # what all warps are given
+Call = namedtuple("Call", "SAVED results scale ints selection")  # what all warps are given
 Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors, of the parts of each
 # shared: resident rows, the ring, barriers, numbers of blocks
 Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn queue")
@@ -107,11 +107,10 @@ def load_queries(arrays, i_b, i_h, row, memory, q_at, options):
 
 
 @gluon.jit
-def load_block(i, at, q_at, memory, call, options):
+def load_block(i, at, q_at, arrays, memory, call, options):
     T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
     FEATURES: gl.constexpr = options.FEATURES
-    arrays = call.arrays
     block = block_of(i, call.ints, call.selection, options)
     i_b, i_h, q_row = block.i_b, block.i_a, block.i_block * (options.HEIGHT * GROUP_ROWS)
     visits = visits_of_head(0, block, call.ints, call.selection, options)
@@ -139,8 +138,8 @@ def load_block(i, at, q_at, memory, call, options):
 
 
 @gluon.jit
-def produce(memory, call, options):
-    produce_blocks(load_block, Cursor(0, 1), call.results.EXCHANGE, memory, call, options)
+def produce(arrays, memory, call, options):
+    produce_blocks(load_block, Cursor(0, 1), call.results.EXCHANGE, arrays, memory, call, options)
 
 
 @triton.constexpr_function
@@ -504,14 +503,14 @@ def consume(w: gl.constexpr, memory, call, options):
 
 
 @gluon.jit
-def program(call, options):
+def program(arrays, call, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
     RESIDENT: gl.constexpr = options.HEIGHT * options.BUFFERS
-    q_s = tiles(call.arrays.q, RESIDENT)
-    tq_s = tiles(call.arrays.q, RESIDENT) if options.HAS_TQ else q_s
-    ring = tiles(call.arrays.k, options.SLOTS, 2 if options.HAS_TK or options.HAS_TV else 1)
+    q_s = tiles(arrays.q, RESIDENT)
+    tq_s = tiles(arrays.q, RESIDENT) if options.HAS_TQ else q_s
+    ring = tiles(arrays.k, options.SLOTS, 2 if options.HAS_TK or options.HAS_TV else 1)
     q_full = barriers(RESIDENT, 1)
     q_empty = barriers(RESIDENT, GROUPS // options.HEIGHT)
     full = barriers(options.SLOTS, 1)
@@ -522,7 +521,7 @@ def program(call, options):
     fence_async_shared()
     numbers = queue(GROUPS) if options.FEATURES.dynamic else full
     memory = Memory(q_s, tq_s, ring, q_full, q_empty, full, empty, turn, numbers)
-    run(consume, produce, memory, call, options)
+    run(consume, produce, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
@@ -540,11 +539,12 @@ def forward(
     BUFFERS: gl.constexpr = resident_buffers((2 if HAS_TQ else 1) * HEIGHT * GROUP_ROWS, SLOTS * T, C, FEATURES)
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(
+        Arrays(
+            described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),
+            described(tv_d, tv_r),
+        ),
         Call(
-            Arrays(
-                described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),
-                described(tv_d, tv_r),
-            ), SAVED, Results(O, LSE, TO, MU, EXCHANGE), scale,
+            SAVED, Results(O, LSE, TO, MU, EXCHANGE), scale,
             Integers(
                 n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
                 of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,

@@ -52,7 +52,7 @@ from jax_flash_jvp.kernels.hopper.visibility import Selection, has_masked_tiles,
 Options = namedtuple(
     "Options", "C T SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS FEATURES HAS_MASKED CORRECTED RAGGED ORDERED DUAL"
 )
-Call = namedtuple("Call", "arrays COMMON COUNTS results scale ints selection")  # what all warps are given
+Call = namedtuple("Call", "COMMON COUNTS results scale ints selection")  # what all warps are given
 # descriptors: of q, k, v, d_o, their tangents and dq those of the parts of their columns, none where there is no tangent; of ℓ
 # and μ, of δ and δ̇, as far as there are; of row sums
 Arrays = namedtuple("Arrays", "q k v do tq tk tv tdo of_q of_do dq rows")
@@ -95,9 +95,9 @@ def load_streamed(x, tx, statistics, place, use, buffers, statistic_buffers, ful
 
 
 @gluon.jit
-def produce(memory, call, options):
+def produce(arrays, memory, call, options):
     T: gl.constexpr = options.T
-    arrays, ints = call.arrays, call.ints
+    ints = call.ints
     block = block_of(gl.program_id(0), ints, call.selection, options)
     i_b = block.i_b
     n_tiles = tiles_of_queries(ints.LQ, options)
@@ -253,27 +253,27 @@ def floats_of_each(descs, N: gl.constexpr):
 
 
 @gluon.jit
-def program(call, options):
+def program(arrays, call, options):
     """Its shared memory, its warps."""
     T: gl.constexpr = options.T
     GROUPS: gl.constexpr = options.GROUPS
     SLOTS: gl.constexpr = options.SLOTS
     N: gl.constexpr = 2 if options.DUAL else 1  # tiles with tangents
-    dtype: gl.constexpr = call.arrays.k[0].dtype
+    dtype: gl.constexpr = arrays.k[0].dtype
     # swizzled in rows of T, so that half of the columns are a tile as well
     ds_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * T, element_bitwidth=16, rank=2)
-    k = tiles(call.arrays.k, GROUPS)
-    tk = tiles(call.arrays.tk, GROUPS) if options.DUAL else ()
-    v = tiles(call.arrays.v, GROUPS)
-    tv = tiles(call.arrays.tv, GROUPS) if options.DUAL else ()
-    q, do = tiles(call.arrays.q, SLOTS, N), tiles(call.arrays.do, SLOTS, N)
-    of_q, of_do = floats_of_each(call.arrays.of_q, SLOTS), floats_of_each(call.arrays.of_do, SLOTS)
+    k = tiles(arrays.k, GROUPS)
+    tk = tiles(arrays.tk, GROUPS) if options.DUAL else ()
+    v = tiles(arrays.v, GROUPS)
+    tv = tiles(arrays.tv, GROUPS) if options.DUAL else ()
+    q, do = tiles(arrays.q, SLOTS, N), tiles(arrays.do, SLOTS, N)
+    of_q, of_do = floats_of_each(arrays.of_q, SLOTS), floats_of_each(arrays.of_do, SLOTS)
     ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, N * T], ds_l)
-    dq = floats_of_each(call.arrays.dq, 1)
+    dq = floats_of_each(arrays.dq, 1)
     ones = of_q[0]
     rows = of_q[0]
     if options.CORRECTED:
-        rows = floats(call.arrays.rows, 1)
+        rows = floats(arrays.rows, 1)
         ones_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * ONES, element_bitwidth=16, rank=2)
         ones = gl.allocate_shared_memory(dtype, [GROUP_ROWS, ONES], ones_l)
         ones.store(gl.full([GROUP_ROWS, ONES], 1.0, dtype, row_layout(ONES)))
@@ -296,9 +296,9 @@ def program(call, options):
         k_full, v_full, cleaned, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty, turn,
     )  # fmt: skip
     if options.DUAL:
-        run_adding(consume, add, produce, memory, call, options)
+        run_adding(consume, add, produce, arrays, memory, call, options)
     else:
-        run_adding(consume, produce, add, memory, call, options)
+        run_adding(consume, produce, add, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
@@ -312,11 +312,12 @@ def one_pass(
 ):  # fmt: skip
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(
+        Arrays(
+            described(q_d, q_r), described(k_d, k_r), described(v_d, v_r), described(do_d, do_r), (), (), (), (),
+            (lse2_d,), (delta_d,), described(dq_d, dq_r), rows_d,
+        ),
         Call(
-            Arrays(
-                described(q_d, q_r), described(k_d, k_r), described(v_d, v_r), described(do_d, do_r), (), (), (), (),
-                (lse2_d,), (delta_d,), described(dq_d, dq_r), rows_d,
-            ), COMMON, COUNTS, (DK, DV), scale,
+            COMMON, COUNTS, (DK, DV), scale,
             Integers(n, HQ, GROUP, LQ, LK, left, right, 0, 0, 0, of_blocks, of_heads, 0, 0, of_together, of_rest),
             Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         ),
@@ -338,11 +339,12 @@ def one_pass_dual(
 ):  # fmt: skip
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(
+        Arrays(
+            (q_d,), (k_d,), (v_d,), (do_d,), (tq_d,), (tk_d,), (tv_d,), (tdo_d,),
+            (lse2_d, mu_d), (delta_d, t_delta_d), (dq_d,), rows_d,
+        ),
         Call(
-            Arrays(
-                (q_d,), (k_d,), (v_d,), (do_d,), (tq_d,), (tk_d,), (tv_d,), (tdo_d,),
-                (lse2_d, mu_d), (delta_d, t_delta_d), (dq_d,), rows_d,
-            ), COMMON, COUNTS, (DK, DV, TDK, TDV), scale,
+            COMMON, COUNTS, (DK, DV, TDK, TDV), scale,
             Integers(n, HQ, GROUP, LQ, LK, left, right, 0, 0, 0, of_blocks, of_heads, 0, 0, of_together, of_rest),
             Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         ),

@@ -19,45 +19,45 @@ def consumer(w: gl.constexpr, consume: gl.constexpr, memory, call, options):
 
 
 @gluon.jit
-def helper(work: gl.constexpr, memory, call, options):
-    work(memory, call, options)
+def helper(work: gl.constexpr, arrays, memory, call, options):
+    work(arrays, memory, call, options)
 
 
 @gluon.jit
-def run(consume: gl.constexpr, produce: gl.constexpr, memory, call, options):
+def run(consume: gl.constexpr, produce: gl.constexpr, arrays, memory, call, options):
     """Two or three warpgroups that multiply, and a warp that loads."""
     if options.GROUPS == 2:
         gl.warp_specialize([
             (consumer, (0, consume, memory, call, options)),
             (consumer, (1, consume, memory, call, options)),
-            (helper, (produce, memory, call, options)),
+            (helper, (produce, arrays, memory, call, options)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, consume, memory, call, options)),
             (consumer, (1, consume, memory, call, options)),
             (consumer, (2, consume, memory, call, options)),
-            (helper, (produce, memory, call, options)),
+            (helper, (produce, arrays, memory, call, options)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 @gluon.jit
-def run_adding(consume: gl.constexpr, first: gl.constexpr, second: gl.constexpr, memory, call, options):
+def run_adding(consume: gl.constexpr, first: gl.constexpr, second: gl.constexpr, arrays, memory, call, options):
     """Two or three warpgroups that multiply, and two warps, of which one loads and one adds."""
     if options.GROUPS == 2:
         gl.warp_specialize([
             (consumer, (0, consume, memory, call, options)),
             (consumer, (1, consume, memory, call, options)),
-            (helper, (first, memory, call, options)),
-            (helper, (second, memory, call, options)),
+            (helper, (first, arrays, memory, call, options)),
+            (helper, (second, arrays, memory, call, options)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, consume, memory, call, options)),
             (consumer, (1, consume, memory, call, options)),
             (consumer, (2, consume, memory, call, options)),
-            (helper, (first, memory, call, options)),
-            (helper, (second, memory, call, options)),
+            (helper, (first, arrays, memory, call, options)),
+            (helper, (second, arrays, memory, call, options)),
         ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def consume_blocks(w: gl.constexpr, compute_block: gl.constexpr, start, memory, 
 
 
 @gluon.jit
-def produce_blocks(load_block: gl.constexpr, start, COUNTER, memory, call, options):
+def produce_blocks(load_block: gl.constexpr, start, COUNTER, arrays, memory, call, options):
     """That of the warp that loads, which takes the numbers of blocks from the counter, if there is one."""
     FEATURES: gl.constexpr = options.FEATURES
     state = start
@@ -93,13 +93,13 @@ def produce_blocks(load_block: gl.constexpr, start, COUNTER, memory, call, optio
         i = first_block(COUNTER, call.ints)
         i_at = Cursor(0, 1)
         while i < call.ints.n:
-            state = load_block(i, state, resident_at, memory, call, options)
+            state = load_block(i, state, resident_at, arrays, memory, call, options)
             resident_at = advance(resident_at, options.BUFFERS)
             i, i_at = next_block(COUNTER, memory.queue, i_at, call.ints)
     elif FEATURES.persistent:
         first, end = items(call.ints, tiles_in_all(call.ints, options), FEATURES)
         for i in range(first, end, call.ints.concurrent):
-            state = load_block(i, state, resident_at, memory, call, options)
+            state = load_block(i, state, resident_at, arrays, memory, call, options)
             resident_at = advance(resident_at, options.BUFFERS)
     else:
-        load_block(gl.program_id(0), state, resident_at, memory, call, options)
+        load_block(gl.program_id(0), state, resident_at, arrays, memory, call, options)

@@ -96,7 +96,7 @@ Options = namedtuple(
     "USE_TC USE_TE HAS_D_LSE HAS_TD_LSE WANT_A WANT_C WANT_TA WANT_TC DEFERRED LATE_DP SUM_DS SUM_TDS",
 )
 # what all warps are given
-Call = namedtuple("Call", "arrays statistics results scale ints selection")
+Call = namedtuple("Call", "statistics results scale ints selection")
 Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
 # ℓ itself where they are to be made, then no δ; the cotangents of ℓ; of the keys of a head, and of their tangents, the mean, and
 # whether they have much in common
@@ -165,12 +165,12 @@ def load_outputs(arrays, i_b, i_a, row, memory, at, options):
 
 
 @gluon.jit
-def load_block(i, state, a_at, memory, call, options):
+def load_block(i, state, a_at, arrays, memory, call, options):
     T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
     FEATURES: gl.constexpr = options.FEATURES
     at, s_at = state
-    arrays, ints = call.arrays, call.ints
+    ints = call.ints
     block = block_of(i, ints, call.selection, options)
     i_b, i_a = block.i_b, block.i_a
     a_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
@@ -208,8 +208,8 @@ def load_block(i, state, a_at, memory, call, options):
 
 
 @gluon.jit
-def produce(memory, call, options):
-    produce_blocks(load_block, (Cursor(0, 1), Cursor(0, 1)), call.results.EXCHANGE, memory, call, options)
+def produce(arrays, memory, call, options):
+    produce_blocks(load_block, (Cursor(0, 1), Cursor(0, 1)), call.results.EXCHANGE, arrays, memory, call, options)
 
 
 # ------------------------------------------------------------------------------------------------ the warpgroups that multiply
@@ -490,16 +490,16 @@ def consume(w: gl.constexpr, memory, call, options):
 
 
 @gluon.jit
-def program(call, options):
+def program(arrays, call, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
     RESIDENT: gl.constexpr = options.HEIGHT * options.BUFFERS
-    a_s = tiles(call.arrays.a, RESIDENT)
-    c_s = tiles(call.arrays.c, RESIDENT) if options.USE_C else a_s
-    ta_s = tiles(call.arrays.ta, RESIDENT) if options.USE_TA else a_s
-    tc_s = tiles(call.arrays.tc, RESIDENT) if options.USE_TC else a_s
-    ring = tiles(call.arrays.b, options.SLOTS, 2 if options.USE_TB or options.USE_TE else 1)
+    a_s = tiles(arrays.a, RESIDENT)
+    c_s = tiles(arrays.c, RESIDENT) if options.USE_C else a_s
+    ta_s = tiles(arrays.ta, RESIDENT) if options.USE_TA else a_s
+    tc_s = tiles(arrays.tc, RESIDENT) if options.USE_TC else a_s
+    ring = tiles(arrays.b, options.SLOTS, 2 if options.USE_TB or options.USE_TE else 1)
     a_full = barriers(RESIDENT, 1)
     a_empty = barriers(RESIDENT, GROUPS // options.HEIGHT)
     full = barriers(options.SLOTS, 1)
@@ -518,7 +518,7 @@ def program(call, options):
     fence_async_shared()
     numbers = queue(GROUPS) if options.FEATURES.dynamic else full
     memory = Memory(a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn, numbers)
-    run(consume, produce, memory, call, options)
+    run(consume, produce, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
@@ -557,12 +557,13 @@ def backward(
     SUM_DS: gl.constexpr = CORRECTED and (WANT_A or (WANT_TA and USE_TB))
     SUM_TDS: gl.constexpr = CORRECTED and WANT_TA
     program(
+        Arrays(
+            described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),
+            described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
+            described(o_d, o_r), described(to_d, to_r),
+        ),
         Call(
-            Arrays(
-                described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),
-                described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
-                described(o_d, o_r), described(to_d, to_r),
-            ), StatisticArrays(LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON),
+            StatisticArrays(LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON),
             Results(DA, DC, TDA, TDC, EXCHANGE, LSE2_OUT, DELTA_OUT, T_DELTA_OUT), scale,
             Integers(
                 n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
