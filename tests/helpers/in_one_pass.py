@@ -9,7 +9,7 @@ def take_one_pass(monkeypatch, in_order=False):
     from jax_flash_jvp.kernels.hopper import config, jobs
 
     for name, keys in {"ONE_PASS_FROM": config.ONE_PASS, "ONE_PASS_DUAL_FROM": config.ONE_PASS_DUAL}.items():
-        monkeypatch.setattr(config, name, dict.fromkeys(keys, (config.Enough(0, 0),)))
+        monkeypatch.setattr(config, name, dict.fromkeys(keys, (config.OnePassThreshold(0, 0),)))
     monkeypatch.setattr(config, "ORDER_MAY_COST", math.inf if in_order else -1)
     monkeypatch.setattr(config, "ORDERED_UNLIKE_UP_TO", math.inf)
     taken = []

@@ -369,7 +369,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("counted(COUNTER, ints.concurrent, BEGIN)", "counted(COUNTER, ints.concurrent + 1, BEGIN)"),
+        ("with_counter(COUNTER, ints.concurrent, BEGIN)", "with_counter(COUNTER, ints.concurrent + 1, BEGIN)"),
         ("ints.n + ints.concurrent - 1", "ints.n + ints.concurrent"),
         ("index(at.slot).store(number)", "index(at.slot).store(number - 1)"),
         ("return block, first + i_head", "return block, i_head"),
@@ -920,7 +920,7 @@ def test_one_pass_in_no_order():
     [
         ("all-keys", "await_count(COUNTS + of_tile, blocks_before(j, block, ints, options), seen)", "pass"),
         ("all-keys", "cp.async.bulk.wait_group 0;", ""),
-        ("all-keys", "counted(COUNTS + of_tile, 0, ADDED)", "pass"),
+        ("all-keys", "with_counter(COUNTS + of_tile, 0, ADDED)", "pass"),
         ("all-keys", ("gl.store(COUNTS + i, 0)", "gl.store(COUNTS + 2 * i + 1, 0)"), "pass"),
         ("all-keys", "        seen = gl.full(", "        seen = seen if i_g else gl.full("),
         ("window", "return block.i_block - first", "return block.i_block"),

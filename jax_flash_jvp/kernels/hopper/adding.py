@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, parts, product_layout
-from jax_flash_jvp.kernels.hopper.programs import counted
+from jax_flash_jvp.kernels.hopper.programs import with_counter
 from jax_flash_jvp.kernels.hopper.ring import Cursor, add_async, wait
 
 TILE = gl.constexpr(64)  # queries, for whole numbers of which there are accumulators
@@ -154,12 +154,12 @@ def add(arrays, memory, call, options):
                 desc = arrays.dq[PART]
                 add_async(desc, [of_tile * desc.block_type.shape[0], 0], memory.dq[PART].index(0))
             if ORDERED:  # of the next tile, if there is one, so that the answer is here by then
-                seen = counted(COUNTS + gl.maximum(of_tile - 1, 0), 0, LOOK)
+                seen = with_counter(COUNTS + gl.maximum(of_tile - 1, 0), 0, LOOK)
             tma.store_wait(0)  # until it is read
             i += 1
             mbarrier.arrive(memory.dq_empty.index(i % options.GROUPS), count=1)
             if ORDERED:
-                counted(COUNTS + of_tile, 0, ADDED)
+                with_counter(COUNTS + of_tile, 0, ADDED)
 
 
 # ------------------------------------------------------------------------------------------------ the warpgroups that make dQ

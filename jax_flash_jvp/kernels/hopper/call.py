@@ -11,7 +11,7 @@ from jax_flash_jvp.kernels.hopper import config, forward
 from jax_flash_jvp.kernels.hopper.config import GROUP, Ring
 from jax_flash_jvp.kernels.hopper.handover import fragment_size
 from jax_flash_jvp.kernels.hopper.products import column_widths
-from jax_flash_jvp.kernels.hopper.programs import TOGETHER, reciprocal
+from jax_flash_jvp.kernels.hopper.programs import HEADS_SHARING_L2, reciprocal
 from jax_flash_jvp.kernels.hopper.schedule import Schedule, Sweep
 from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output, Rows
 from jax_flash_jvp.kernels.portable import jobs as portable
@@ -115,8 +115,8 @@ class HopperCall:
     def _divisors(self, sweep: Sweep, blocks: int) -> dict[str, int]:
         """By which `own_block` finds the head and the rows of a block."""
         return dict(
-            of_blocks=blocks // sweep.heads, of_heads=sweep.heads // self.batch, of_together=TOGETHER.value,
-            of_rest=sweep.heads % TOGETHER.value or 1,
+            of_blocks=blocks // sweep.heads, of_heads=sweep.heads // self.batch, of_together=HEADS_SHARING_L2.value,
+            of_rest=sweep.heads % HEADS_SHARING_L2.value or 1,
         )  # fmt: skip
 
     def _between_programs(self, ring: Ring, schedule: Schedule, handed_over: tuple[int, int]) -> Output | None:

@@ -164,7 +164,7 @@ ONE_PASS = {
 }
 
 
-class Enough(NamedTuple):
+class OnePassThreshold(NamedTuple):
     """For one pass to be faster than the two sides."""
 
     rows: int  # keys, that are seen by so many queries
@@ -172,7 +172,11 @@ class Enough(NamedTuple):
 
 
 # By width, of which any will do.  H200, 2026-11-27, L = 256 to 16,384; what is to be filled: 2026-11-28, L = 2048 to 8192.
-ONE_PASS_FROM = {64: (Enough(1024, 0.9), Enough(2048, 0.82)), 96: (Enough(4096, 0.9),), 128: (Enough(2048, 0.9),)}
+ONE_PASS_FROM = {
+    64: (OnePassThreshold(rows=1024, filled=0.9), OnePassThreshold(rows=2048, filled=0.82)),
+    96: (OnePassThreshold(rows=4096, filled=0.9),),
+    128: (OnePassThreshold(rows=2048, filled=0.9),),
+}
 # Order, by which the bits of dq are the same on every run, is kept where it takes at most so much of the time, and blocks are
 # alike or heads have at most so many channels.  H200, 2026-11-27, L = 1024 to 8192: 0 to 4% where 1 to 4% are
 # expected, causal heads of 72 and 128 channels 6 to 9%.
@@ -183,7 +187,7 @@ ORDERED_UNLIKE_UP_TO = 64
 # Of 32 queries at a time, each with its tangent, for two consumer warpgroups, of which more have no room for four sums.
 ONE_PASS_DUAL = {64: OnePass(groups=2, lag=1, kept=4, slots=4)}  # H200, 2026-11-27, L = 8192
 # As ONE_PASS_FROM.  H200, 2026-11-27, L = 256 to 8192.
-ONE_PASS_DUAL_FROM = {64: (Enough(2048, 0.9),)}
+ONE_PASS_DUAL_FROM = {64: (OnePassThreshold(rows=2048, filled=0.9),)}
 
 # What rows say beyond the ring of long loops: `short`, where blocks differ and a row sees at most SHORT others, or those of its
 # segment: H100, 2026-11-26, L = 256 to 8192.  `two`, where blocks are not alike, too: H200, 2026-11-23, L = 8192.  Not `counted`:

@@ -74,12 +74,12 @@ from jax_flash_jvp.kernels.hopper.visibility import (
     has_loop,
     has_masked_tiles,
     hide,
-    looked_up,
+    loaded_visibility,
     next_tile,
     range_of,
     selected,
     tile_at,
-    until,
+    zero_columns_from,
 )
 
 # constants; HEIGHT is that of a block in rows of a warpgroup; ROW: resident rows are queries, see `blocks.py`
@@ -173,7 +173,7 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, b_bits, 
     if HAS_TK and not PAIRED:
         b_ts = score_product(q, rows_from(kk, T, T), b_ts, HAS_TQ)
     s_l: gl.constexpr = product_layout(T)
-    seen = looked_up(row, k_row, sight, T, True, MASKED, FEATURES, s_l)
+    seen = loaded_visibility(row, k_row, sight, T, True, MASKED, FEATURES, s_l)
     b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
     if PAIRED:
         b_s, b_ts = halves(b_s)
@@ -353,7 +353,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and FEATURES.key_lengths:
-                        b_ts = until(b_ts, sight.key_end - j * T, T, s_l)
+                        b_ts = zero_columns_from(b_ts, sight.key_end - j * T, T, s_l)
                 give_back(empty, k_at)
                 if FEATURES.persistent:
                     mbarrier.arrive(memory.q_empty.index(own_queries), count=1, pred=tick == last_tick)
@@ -428,7 +428,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
             wait(full, k_at)
             k = matrix(ring, k_at.slot)
             b_s = score_product(q, k, zero, False)
-            seen = looked_up(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+            seen = loaded_visibility(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             give_back(empty, k_at)
             b_s = hide(b_s, seen, b_bits, row, j * T, sight, T, True, MASKED, FEATURES, s_l)
@@ -456,7 +456,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
                 b_o = accumulated(p, v, b_o)
                 if TURNS and not SCORES_ALONE:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
-                seen = looked_up(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+                seen = loaded_visibility(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 give_back(empty, k_at)
                 b_s = hide(b_s, seen, b_bits, row, j * T, sight, T, True, MASKED, FEATURES, s_l)

@@ -14,11 +14,11 @@ from jax_flash_jvp.kernels.hopper.ring import AGAIN, advance, barriers, give_bac
 from jax_flash_jvp.kernels.portable import scores
 
 aligned = gluon.jit(scores.aligned.fn)
-TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
+HEADS_SHARING_L2 = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 
 # those of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not shared,
 # tiles of the others for each program, concurrent programs; reciprocals, for `divided`: of a head's blocks, a batch
-# entry's heads, a block's tiles, a program's shared tiles, TOGETHER and the heads that are left of them
+# entry's heads, a block's tiles, a program's shared tiles, HEADS_SHARING_L2 and the heads that are left of them
 Integers = namedtuple(
     "Integers",
     "n HQ GROUP LQ LK left right n_whole shared_tiles concurrent "
@@ -53,11 +53,11 @@ def own_block(i, ints, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr)
     after head, the last ones would begin a long block when others are done.  Where blocks of a head wait for each other, those
     that begin together are of a few heads likewise."""
     if FEATURES.later_longer or FEATURES.heads_in_turn:
-        first = divided(i, n_blocks, ints.of_blocks)[0] // TOGETHER * TOGETHER
+        first = divided(i, n_blocks, ints.of_blocks)[0] // HEADS_SHARING_L2 * HEADS_SHARING_L2
         left = divided(ints.n, n_blocks, ints.of_blocks)[0] - first
-        few = left < TOGETHER
+        few = left < HEADS_SHARING_L2
         block, i_head = divided(
-            i - first * n_blocks, gl.where(few, left, TOGETHER), gl.where(few, ints.of_rest, ints.of_together)
+            i - first * n_blocks, gl.where(few, left, HEADS_SHARING_L2), gl.where(few, ints.of_rest, ints.of_together)
         )
         if FROM_END:
             block = n_blocks - 1 - block
@@ -179,7 +179,7 @@ def queue(GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def counted(COUNTER, number, TEXT: gl.constexpr):
+def with_counter(COUNTER, number, TEXT: gl.constexpr):
     zero = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     return gl.inline_asm_elementwise(TEXT, "=r,l,r", [(COUNTER + zero).to(gl.int64), zero + number], gl.int32, False, 1)
 
@@ -188,14 +188,14 @@ def counted(COUNTER, number, TEXT: gl.constexpr):
 def first_block(COUNTER, ints):
     """This program's own number; the first program begins the counter."""
     if gl.program_id(0) == 0:
-        counted(COUNTER, ints.concurrent, BEGIN)
+        with_counter(COUNTER, ints.concurrent, BEGIN)
     return gl.program_id(0)
 
 
 @gluon.jit
 def next_block(COUNTER, queue, at, ints):
     """The producer's next number, which it sends to the warpgroups: n or more at the end, one for each program."""
-    number = counted(COUNTER, ints.n + ints.concurrent - 1, TAKE)
+    number = with_counter(COUNTER, ints.n + ints.concurrent - 1, TAKE)
     wait(queue.empty, at)
     queue.numbers.index(at.slot).store(number)
     mbarrier.arrive(queue.full.index(at.slot), count=1)

@@ -9,7 +9,7 @@ from jax_flash_jvp.kernels.features import Features
 from jax_flash_jvp.kernels.hopper import config
 from jax_flash_jvp.kernels.hopper.adding import TILE
 from jax_flash_jvp.kernels.hopper.config import GROUP, OnePass, Ring
-from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE, TOGETHER
+from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE, HEADS_SHARING_L2
 from jax_flash_jvp.kernels.hopper.step_one_pass_dual import STREAMED
 
 
@@ -90,7 +90,7 @@ class Sweep:
 
     def _order_costs(self, dual: bool, blocks: int, rounds: int) -> float:
         """Of the time, expected: of the blocks of a head that begin together each is a tile behind the one before it."""
-        together = min(blocks, (self.multiprocessors or 1) / TOGETHER.value)
+        together = min(blocks, (self.multiprocessors or 1) / HEADS_SHARING_L2.value)
         tile = STREAMED.value if dual else TILE.value
         tiles = self.seen / tile * self.group * (1 if self.alike else 0.5)  # of a block
         return together / (rounds * tiles)

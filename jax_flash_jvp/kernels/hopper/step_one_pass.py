@@ -28,7 +28,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     width,
 )
 from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, wait
-from jax_flash_jvp.kernels.hopper.visibility import bits, hide, looked_up
+from jax_flash_jvp.kernels.hopper.visibility import bits, hide, loaded_visibility
 
 
 @gluon.jit
@@ -92,7 +92,7 @@ def masked_scores(b_s, j, masked, a_start, sight, options):
     if options.HAS_MASKED:
         if masked:
             b_bits = bits(a_start, j * T, sight, T, False, True, FEATURES, s_l)
-            seen = looked_up(a_start, j * T, sight, T, False, True, FEATURES, s_l)
+            seen = loaded_visibility(a_start, j * T, sight, T, False, True, FEATURES, s_l)
             b_s = hide(b_s, seen, b_bits, a_start, j * T, sight, T, False, True, FEATURES, s_l)
     return b_s
 

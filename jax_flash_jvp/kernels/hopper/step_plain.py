@@ -34,7 +34,7 @@ from jax_flash_jvp.kernels.hopper.step import (
     statistic,
     with_row_sums,
 )
-from jax_flash_jvp.kernels.hopper.visibility import looked_up
+from jax_flash_jvp.kernels.hopper.visibility import loaded_visibility
 
 
 @gluon.jit
@@ -64,7 +64,7 @@ def step(tile, of_rows, sums, ds, w: gl.constexpr, memory, scale, MASKED: gl.con
     if not options.ROW:
         wait(memory.s_full, tile.s_at)
     lse2 = statistic(of_rows.lse2, LSE2, tile, memory, options)
-    seen = looked_up(tile.a_row, tile.j * T, tile.sight, T, options.ROW, MASKED, FEATURES, s_l)
+    seen = loaded_visibility(tile.a_row, tile.j * T, tile.sight, T, options.ROW, MASKED, FEATURES, s_l)
     if options.DEFERRED:
         b_da, ds, b_s = settled_before(b_da, ds, b_s, 0 if options.LATE_DP else N_S)
         mbarrier.arrive(memory.empty.index(slot), count=1, pred=tile.t > tile.t_first)
