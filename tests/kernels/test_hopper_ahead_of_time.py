@@ -321,6 +321,15 @@ def test_tiles_of_shared_blocks_that_a_program_has(heads, length, head_dim, shar
     assert rounds.shared_tiles_per_program == share
 
 
+def test_rows_say_themselves_whether_programs_take_blocks_from_a_counter():
+    """Not an equal ring of another row."""
+    x = Operands(*[jax.ShapeDtypeStruct((4, 2048, 8, 128), jnp.bfloat16)] * 3)
+    call = jobs.HopperCall(Recorder(90), Problem(scale=0.1, is_causal=True), x, jobs.two_sides.backward)
+    ring = config.KEYS[128, "dual"]
+    modes = [call.sweep(by_key=True).schedule(r, written=2).mode for r in (ring, ring._replace(counted=True))]
+    assert modes == ["block", "dynamic"]
+
+
 def test_hopper_on_another_gpu():
     recorder = Recorder(80)
     o = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
@@ -509,4 +518,4 @@ def test_tiles_go_by_what_is_seen(monkeypatch, length, head_dim, how, tiles):
     launches = [
         constants for kernel, _, constants, _ in recorder.launches if kernel.__name__ in ("forward", "backward")
     ]
-    assert [(c["BN"] if "BN" in c else c["T"], c["GROUPS"]) for c in launches] == tiles
+    assert [(c["T"], c["GROUPS"]) for c in launches] == tiles

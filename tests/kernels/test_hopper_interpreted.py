@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -124,17 +125,17 @@ def test_long_loops(causal, late):
 
 
 DEFERRED_MUTANTS = {
-    "of-another-tile": ("slot_before(b_at, 2, SLOTS)", "slot_before(b_at, 1, SLOTS)"),
+    "of-another-tile": ("b_at, 2, options.SLOTS)", "b_at, 1, options.SLOTS)"),
     "before-the-first-tile": (
-        "gl.where(t > t_first, slot_before(b_at, 2, SLOTS), b_at.slot)",
-        "slot_before(b_at, 2, SLOTS)",
+        "gl.where(tile.t > tile.t_first, slot_before(tile.b_at, 2, options.SLOTS), tile.b_at.slot)",
+        "slot_before(tile.b_at, 2, options.SLOTS)",
     ),
     "last-tile-lost": (
-        "if t_first < t_end:\n                        slot",
-        "if t_first < 0:\n                        slot",
+        "if t_first < t_end:\n                        sums",
+        "if t_first < 0:\n                        sums",
     ),
-    "operand-of-another-tile": ("last = ds", "last = last"),
-    "tangent-of-another-tile": ("last = tds", "last = last"),
+    "operand-of-another-tile": ("ds = unpacked(b_ds, dtype, p_l)\n        if", "ds = ds\n        if"),
+    "tangent-of-another-tile": ("tds = unpacked(b_tds, dtype, p_l)", "tds = tds"),
 }
 
 
@@ -182,8 +183,8 @@ def test_broken_second_parts_fail(old, new):
 WIDE_ROWS = {"D256": (1, 70, 150, 2, 1, 256), "D192": (2, 90, 140, 1, 1, 192), "D136": (1, 130, 70, 1, 1, 136)}
 SPLIT_MUTANTS = {
     "columns-of-the-streamed-rows": ("return (tile[w],)", "return (tile[0],)"),
-    "columns-of-the-output": ("FIRST: gl.constexpr = w if SPLIT else 0", "FIRST: gl.constexpr = 0"),
-    "columns-of-the-gradients": ("FIRST: gl.constexpr = i_w if SPLIT else 0", "FIRST: gl.constexpr = 0"),
+    "columns-of-the-output": ("w if options.SPLIT else 0  # part of the columns\n    r_l", "0\n    r_l"),
+    "columns-of-the-gradients": ("w if options.SPLIT else 0  # part of the columns\n    WIDEST", "0\n    WIDEST"),
     "rows-of-the-next-block": ("barriers(RESIDENT, GROUPS // options.HEIGHT)", "barriers(RESIDENT, 1)"),
 }
 
@@ -368,7 +369,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("counted(COUNTER, ints.concurrent, BEGIN)", "counted(COUNTER, ints.concurrent + 1, BEGIN)"),
+        ("with_counter(COUNTER, ints.concurrent, BEGIN)", "with_counter(COUNTER, ints.concurrent + 1, BEGIN)"),
         ("ints.n + ints.concurrent - 1", "ints.n + ints.concurrent"),
         ("index(at.slot).store(number)", "index(at.slot).store(number - 1)"),
         ("return block, first + i_head", "return block, i_head"),
@@ -555,13 +556,13 @@ REACHES = [
 
 @pytest.mark.parametrize("one_loop", [False, True], ids=["", "one-loop"])
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("side", ["forward", "queries", "keys"])
+@pytest.mark.parametrize("side", ["queries", "keys"])
 @pytest.mark.thorough
 def test_tiles_that_a_block_visits(side, padded, one_loop):
     """Those in which something is seen; without a mask those that are seen whole, by rows past the array's end too."""
     module = lambda name: gluon_on_numpy.emulated()[f"{gluon_on_numpy.PACKAGE}.{name}"]
     visibility, number, pointer = module("visibility"), gluon_on_numpy.block, gluon_on_numpy.Pointer
-    kernel, by_query, ROWS = module("forward" if side == "forward" else "backward"), side != "keys", 128
+    blocks, by_query, ROWS = module("blocks"), side != "keys", 128
     for (left, right), (LQ, LK), T in itertools.product(REACHES, [(300, 300), (200, 320), (384, 256)], (32, 64, 128)):
         ends = (LQ - 70, LK - 90) if padded else (LQ, LK)
         features = Features(
@@ -578,15 +579,11 @@ def test_tiles_that_a_block_visits(side, padded, one_loop):
         names = visibility.Selection._fields
         arrays = dict.fromkeys(names, 0) | dict(zip(("Q_LENGTHS", "K_LENGTHS"), ends, strict=True))
         selection = visibility.Selection(*(pointer(np.array([arrays[name]], np.int32)) for name in names))
-        given = dict(D=64, GROUPS=2, HEIGHT=2, BN=T, T=T, ROW=by_query, HAS_MASKED=True, FEATURES=features)
-        options = kernel.Options(**{name: given.get(name, False) for name in kernel.Options._fields})
+        options = types.SimpleNamespace(T=T, HEIGHT=2, ROW=by_query, HAS_MASKED=True, FEATURES=features)
         for b in range(n):
-            block = kernel.own(number(b), call, selection, options)
-            if side == "forward":
-                row, visits = int(block.row), block.visits
-            else:
-                row = int(block.i_block) * ROWS
-                visits = kernel.visits_of_head(number(0), block, call, selection, options)
+            block = blocks.block_of(number(b), call, selection, options)
+            row = int(block.i_block) * ROWS
+            visits = blocks.visits_of_head(number(0), block, call, selection, options)
             ranges = (range(*map(int, visibility.range_of(visits, masked))) for masked in (False, True))
             whole, masked = (
                 [int(visibility.tile_at(number(t), visits, m, options.FEATURES)) for t in r]
@@ -654,7 +651,7 @@ MUTANTS = {  # and whether it takes late copies to notice
     "keys-not-given-back": ("give_back(empty, k_at)", "pass", False),
     "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
     "values-not-waited-for": ("wait(full, v_at)", "pass", True),
-    "resident-not-waited-for": ("mbarrier.wait(memory.a_full.index(own_rows), a_at.phase)", "pass", True),
+    "resident-not-waited-for": ("mbarrier.wait(memory.a_full.index(resident), a_at.phase)", "pass", True),
     "resident-overwritten": ("mbarrier.wait(memory.a_empty.index(i), a_at.phase)", "pass", False),
     "queries-overwritten": ("mbarrier.wait(memory.q_empty.index(i), q_at.phase)", "pass", False),
     "queries-given-back-early": ("pred=tick == last_tick", "pred=tick != last_tick", False),
@@ -664,7 +661,7 @@ MUTANTS = {  # and whether it takes late copies to notice
         False,
     ),
     "out-of-turn-with-a-tangent": (
-        "next_turn = turn.index((w + 1) % GROUPS)",
+        "next_turn = turn.index((w + 1) % options.GROUPS)",
         "next_turn = turn.index(w)",
         False,
     ),
@@ -675,18 +672,22 @@ MUTANTS = {  # and whether it takes late copies to notice
         False,
     ),
     "late-product-of-what-is-not-there": (
-        "if LATE_DP:\n                        wait(full, e_at)",
-        "if LATE_DP:\n",
+        "registers of the softmax\n        wait(memory.full, tile.e_at)",
+        "registers of the softmax\n",
         True,
     ),
     "outputs-not-waited-for": ("wait(memory.full, at)", "pass", True),
     "outputs-of-other-rows": ("row + I // KINDS * GROUP_ROWS", "row", False),
     "outputs-of-another-warpgroup": ("I // KINDS == i_w", "I // KINDS == 0", False),
     "tangent-of-outputs-ignored": ("t_delta += inner(c, o, LAYOUT)", "pass", False),
-    "statistics-not-waited-for": ("wait(memory.s_full, s_at)", "pass", True),
+    "statistics-not-waited-for": ("wait(memory.s_full, tile.s_at)", "pass", True),
     "statistics-overwritten": ("wait(memory.s_empty, s_at)", "pass", True),
     "mu-dropped": ("b_to = increased(b_to, back, b_o)", "pass", False),
-    "mu-dropped-backward": ("b_ts -= mu * per_scale", "pass", False),
+    "mu-dropped-backward": (
+        "b_ts -= statistic(of_rows.mu, MU, tile, memory, options) * of_rows.per_scale",
+        "pass",
+        False,
+    ),
     "ragged-end": ("query_end, key_end - 1, -1", "query_end, key_end + 99, -1", False),
 }
 
@@ -815,15 +816,15 @@ ONE_PASS_MUTANTS = {  # and whether it takes late copies to notice
         "gl.arange(0, 1024, layout=layout), zeros + 1.0)",
         False,
     ),
-    "added-before-it-is-there": ("wait(memory.dq_full, at(i, 1))", "pass", False),
+    "added-before-it-is-there": ("wait(memory.dq_full, slot_of(i, 1))", "pass", False),
     "not-waited-for": ("tma.store_wait(0)  # until it is read", "pass", False),
     "given-to-the-wrong-warpgroup": ("memory.dq_empty.index(i % options.GROUPS)", "memory.dq_empty.index(0)", False),
     "of-another-tile": ("[of_tile * desc.block_type.shape[0], 0]", "[0, 0]", False),
     "dS-not-waited-for": ("wait(memory.ds_full, use)", "pass", False),
     "last-tiles-lost": ("for more in range(options.LAG):", "for more in range(0):", False),
     "keys-of-one-warpgroup": (
-        "matrix(memory.k, w + (i >> 30))[PART], b_dq",
-        "matrix(memory.k, i >> 30)[PART], b_dq",
+        "matrix(memory.k, unfolded(w, i))[PART], b_dq",
+        "matrix(memory.k, 0)[PART], b_dq",
         False,
     ),
     "queries-not-waited-for": ("    wait(memory.q_full, use)\n    if options.TURNS", "    if options.TURNS", True),
@@ -919,7 +920,7 @@ def test_one_pass_in_no_order():
     [
         ("all-keys", "await_count(COUNTS + of_tile, blocks_before(j, block, ints, options), seen)", "pass"),
         ("all-keys", "cp.async.bulk.wait_group 0;", ""),
-        ("all-keys", "counted(COUNTS + of_tile, 0, ADDED)", "pass"),
+        ("all-keys", "with_counter(COUNTS + of_tile, 0, ADDED)", "pass"),
         ("all-keys", ("gl.store(COUNTS + i, 0)", "gl.store(COUNTS + 2 * i + 1, 0)"), "pass"),
         ("all-keys", "        seen = gl.full(", "        seen = seen if i_g else gl.full("),
         ("window", "return block.i_block - first", "return block.i_block"),
@@ -1021,14 +1022,14 @@ def test_one_pass_dual_in_other_ways(monkeypatch, ring):
 
 ONE_PASS_DUAL_MUTANTS = {  # and whether it takes late copies to notice
     "zeros-missed": ("store_zeros(DQ + y * (2 * COLUMNS), 2 * COLUMNS)", "store_zeros(DQ, 2 * COLUMNS)", False),
-    "added-before-it-is-there": ("wait(memory.dq_full, at(i, 1))", "pass", False),
+    "added-before-it-is-there": ("wait(memory.dq_full, slot_of(i, 1))", "pass", False),
     "not-waited-for": ("tma.store_wait(0)  # until it is read", "pass", False),
     "overwritten": ("mbarrier.wait(memory.dq_empty.index(w), odd)  #", "#", False),
     "given-to-the-wrong-warpgroup": ("memory.dq_empty.index(i % options.GROUPS)", "memory.dq_empty.index(0)", False),
     "of-another-tile": ("[of_tile * desc.block_type.shape[0], 0]", "[0, 0]", False),
     "dS-not-waited-for": ("wait(memory.ds_full, use)", "pass", False),
     "last-tiles-lost": ("for more in range(options.LAG):", "for more in range(0):", False),
-    "keys-of-one-warpgroup": ("matrix(keys, w + (i >> 30))", "matrix(keys, i >> 30)", False),
+    "keys-of-one-warpgroup": ("matrix(keys, unfolded(w, i))", "matrix(keys, 0)", False),
     "tangents-of-keys-left-out": ("by_thread(b_tdq + b_more)", "by_thread(b_tdq)", False),
     "last-product-lost": ("    if i > 0:\n        b_tdk", "    if i < 0:\n        b_tdk", False),
     "product-of-another-tile": ("options.SLOTS).slot, 0)  # of the tile before\n", "options.SLOTS).slot, 0) * 0\n", False),

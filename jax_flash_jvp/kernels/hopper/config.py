@@ -38,100 +38,115 @@ class Ring(NamedTuple):
     deferred: bool = False  # the backward's last product of a tile is issued with the next tile's scores
     late_dp: bool = False  # and its dP behind the softmax, not with the scores
     split: bool = False  # all warpgroups have the same resident rows, each a part of the columns of their sums
+    # slots in short loops where blocks differ, of tiles and blocks of which less is computed in vain; 0: the same ring
+    short: int = 0
+    two: tuple[int, int] | None = None  # another tile, and so many slots, for two warpgroups in the place of three
+    counted: bool = True  # may programs take blocks from a counter?
 
     @property
     def height(self) -> int:
         """Resident rows of a block, in those of a warpgroup."""
         return 1 if self.split else self.groups
 
+    @property
+    def in_short_loops(self) -> "Ring":
+        return Ring(tile=64, slots=self.short, turns=True) if self.short else self
+
+    @property
+    def pair(self) -> "Ring":
+        """That of two warpgroups, in the place of three."""
+        tile, slots = self.two or (self.tile, self.slots)
+        return self._replace(tile=tile, slots=slots, groups=2, counted=True)
+
 
 Split = functools.partial(Ring, split=True)
 
 FORWARD = {
-    32: Ring(128, 8, True, 3),  # H200, 2026-11-23, L = 8192
-    64: Ring(128, 6, True, 3),  # H200, 2026-11-22, L = 8192
-    96: Ring(128, 6, True),  # H100, 2026-11-24, L = 256 and 8192
-    128: Ring(128, 4, True),  # H200, 2026-11-22, L = 8192
-    192: Ring(64, 4, False),  # H100, 2026-11-26, L = 1024 and 8192
-    256: Ring(64, 4, False),  # likewise
+    32: Ring(tile=128, slots=8, turns=True, groups=3, short=16),  # H200, 2026-11-23, L = 8192
+    64: Ring(tile=128, slots=6, turns=True, groups=3, short=12, counted=False),  # H200, 2026-11-22, L = 8192
+    96: Ring(tile=128, slots=6, turns=True, short=12),  # H100, 2026-11-24, L = 256 and 8192
+    128: Ring(tile=128, slots=4, turns=True, short=8),  # H200, 2026-11-22, L = 8192
+    192: Ring(tile=64, slots=4, turns=False),  # H100, 2026-11-26, L = 1024 and 8192
+    256: Ring(tile=64, slots=4, turns=False),  # likewise
 }
 FORWARD_DUAL = {
-    32: Ring(128, 8, False),  # H200, 2026-11-23, L = 8192
-    64: Ring(128, 8, True),  # H200, 2026-11-22, L = 8192
-    96: Ring(64, 8, True),  # H100, 2026-11-24, L = 256 and 8192
-    128: Ring(64, 8, True),  # H200, 2026-11-22, L = 8192
-    192: Split(
-        32, 14, True
-    ),  # H100, 2026-11-26, L = 1024 and 8192: 0.25 to 0.31 of the portable kernels' time at 256 channels
-    256: Split(32, 10, True),  # likewise; without turns 1.03 to 1.07 of the time
+    32: Ring(tile=128, slots=8, turns=False),  # H200, 2026-11-23, L = 8192
+    64: Ring(tile=128, slots=8, turns=True, short=16),  # H200, 2026-11-22, L = 8192
+    96: Ring(tile=64, slots=8, turns=True),  # H100, 2026-11-24, L = 256 and 8192
+    128: Ring(tile=64, slots=8, turns=True),  # H200, 2026-11-22, L = 8192
+    # H100, 2026-11-26, L = 1024 and 8192: 0.25 to 0.31 of the portable kernels' time at 256 channels
+    192: Split(tile=32, slots=14, turns=True),
+    256: Split(tile=32, slots=10, turns=True),  # likewise; without turns 1.03 to 1.07 of the time
 }
 
 # The backward's by width and by what is wanted: gradients alone ("plain"), these and their tangents ("dual"), tangents
 # alone ("tangent").  All four sums of the key side together do not fit the registers above 64 channels, nor two above
 # 128: then a launch for those of the values, another for those of the keys.
 KEY_SIDE = {
-    (32, "plain"): Ring(64, 8, True, 3),  # H200, 2026-11-23, L = 8192
-    (32, "dual"): Ring(32, 16, False, 3),  # likewise
-    (32, "tangent"): Ring(64, 16, False),  # not measured
+    (32, "plain"): Ring(tile=64, slots=8, turns=True, groups=3, short=8),  # H200, 2026-11-23, L = 8192
+    (32, "dual"): Ring(tile=32, slots=16, turns=False, groups=3),  # likewise
+    (32, "tangent"): Ring(tile=64, slots=16, turns=False),  # not measured
     # H100, 2026-11-25, L = 256 to 16,384: 0.92 of the time at 2048 and 8192, 0.97 at 256, with both deferred and late dP
-    (64, "plain"): Ring(64, 8, True, 3, deferred=True, late_dp=True),
+    (64, "plain"): Ring(tile=64, slots=8, turns=True, groups=3, deferred=True, late_dp=True, short=8),
     # H100, 2026-11-27, L = 512 to 2048: 0.98 to 0.99 of the dual backward's time by being deferred, with turns
-    (64, "dual"): Ring(32, 16, True, deferred=True),
-    (64, "tangent"): Ring(64, 8, False),  # H200, 2026-11-22, L = 8192
+    (64, "dual"): Ring(tile=32, slots=16, turns=True, deferred=True),
+    (64, "tangent"): Ring(tile=64, slots=8, turns=False),  # H200, 2026-11-22, L = 8192
     # H100, 2026-11-25, L = 256 to 16,384: 0.84 to 0.87 of the time at 72 channels and 0.91 to 0.94 at 128 by being deferred
-    (96, "plain"): Ring(64, 6, True, deferred=True),
-    (128, "plain"): Ring(64, 6, True, deferred=True),
-    (96, "tangent"): Ring(32, 12, True),  # H200, 2026-11-22, L = 8192
-    (128, "tangent"): Ring(
-        32, 12, True, deferred=True
-    ),  # H100, 2026-11-25, L = 256 to 16,384: 0.91 to 0.93 of the time
+    (96, "plain"): Ring(tile=64, slots=6, turns=True, deferred=True),
+    (128, "plain"): Ring(tile=64, slots=6, turns=True, deferred=True),
+    (96, "tangent"): Ring(tile=32, slots=12, turns=True),  # H200, 2026-11-22, L = 8192
+    # H100, 2026-11-25, L = 256 to 16,384: 0.91 to 0.93 of the time; with a counter not measured, as the keys' of "dual"
+    (128, "tangent"): Ring(tile=32, slots=12, turns=True, deferred=True, counted=False),
 }
 VALUES = {
-    (96, "dual"): Ring(64, 12, False),  # H200, 2026-11-22, L = 8192
-    (128, "dual"): Ring(64, 8, True),  # likewise
-    (192, "plain"): Ring(64, 4, False),  # H100, 2026-11-26, L = 1024 and 8192
-    (256, "plain"): Ring(64, 4, False),  # likewise
-    (192, "dual"): Split(32, 14, True),  # likewise: 0.2 to 0.24 of the portable kernels' time at 256 channels
-    (256, "dual"): Split(32, 10, False),  # likewise; with turns 1.04 to 1.21 of the time
-    (192, "tangent"): Split(32, 14, True),  # not measured: as "dual"
-    (256, "tangent"): Split(32, 10, False),  # likewise
+    (96, "dual"): Ring(tile=64, slots=12, turns=False),  # H200, 2026-11-22, L = 8192
+    (128, "dual"): Ring(tile=64, slots=8, turns=True),  # likewise
+    (192, "plain"): Ring(tile=64, slots=4, turns=False),  # H100, 2026-11-26, L = 1024 and 8192
+    (256, "plain"): Ring(tile=64, slots=4, turns=False),  # likewise
+    # likewise: 0.2 to 0.24 of the portable kernels' time at 256 channels
+    (192, "dual"): Split(tile=32, slots=14, turns=True),
+    (256, "dual"): Split(tile=32, slots=10, turns=False),  # likewise; with turns 1.04 to 1.21 of the time
+    (192, "tangent"): Split(tile=32, slots=14, turns=True),  # not measured: as "dual"
+    (256, "tangent"): Split(tile=32, slots=10, turns=False),  # likewise
 }
 KEYS = {
-    (96, "dual"): Ring(32, 12, False),  # H200, 2026-11-22, L = 8192
+    (96, "dual"): Ring(tile=32, slots=12, turns=False),  # H200, 2026-11-22, L = 8192
     # H100, 2026-11-25, L = 256 to 16,384: 0.94 to 0.98 of the time by being deferred, 0.99 at 256
-    (128, "dual"): Ring(32, 12, True, deferred=True),
-    (192, "plain"): Ring(64, 4, False),  # H100, 2026-11-26, L = 1024 and 8192
-    (256, "plain"): Ring(64, 3, False),  # likewise; six slots of 32 rows take 1.0 to 1.05 of the time
-    (192, "dual"): Split(32, 10, False),  # likewise; with turns 0.9 to 1.05 of the time
-    (256, "dual"): Split(32, 6, False),  # likewise; with turns 1.04 to 1.21 of the time
-    (192, "tangent"): Split(32, 10, False),  # not measured: as "dual"
-    (256, "tangent"): Split(32, 6, False),  # likewise
+    (128, "dual"): Ring(tile=32, slots=12, turns=True, deferred=True, counted=False),
+    (192, "plain"): Ring(tile=64, slots=4, turns=False),  # H100, 2026-11-26, L = 1024 and 8192
+    (256, "plain"): Ring(tile=64, slots=3, turns=False),  # likewise; six slots of 32 rows take 1.0 to 1.05 of the time
+    (192, "dual"): Split(tile=32, slots=10, turns=False),  # likewise; with turns 0.9 to 1.05 of the time
+    (256, "dual"): Split(tile=32, slots=6, turns=False),  # likewise; with turns 1.04 to 1.21 of the time
+    (192, "tangent"): Split(tile=32, slots=10, turns=False),  # not measured: as "dual"
+    (256, "tangent"): Split(tile=32, slots=6, turns=False),  # likewise
 }
 QUERY_SIDE = {
-    (32, "plain"): Ring(64, 12, True, 3, deferred=True),  # H200, 2026-11-23, L = 8192; deferred: not timed
-    (32, "dual"): Ring(64, 16, False),  # likewise
-    (32, "tangent"): Ring(64, 16, False),  # not measured
+    # H200, 2026-11-23, L = 8192; deferred: not timed
+    (32, "plain"): Ring(tile=64, slots=12, turns=True, groups=3, deferred=True, short=12),
+    (32, "dual"): Ring(tile=64, slots=16, turns=False),  # likewise
+    (32, "tangent"): Ring(tile=64, slots=16, turns=False),  # not measured
     # H100, 2026-11-27, L = 256 to 2048: 0.99 to 1.01 of the backward's time by being deferred, at 2048 0.99
-    (64, "plain"): Ring(64, 12, True, 3, deferred=True),
-    (64, "dual"): Ring(64, 12, False),  # H200, 2026-11-22, L = 8192
-    (64, "tangent"): Ring(64, 10, False),  # likewise
-    (96, "plain"): Ring(128, 6, True),  # H100, 2026-11-24, L = 256 and 8192
-    (96, "dual"): Ring(32, 12, False),  # H200, 2026-11-22, L = 8192
-    (96, "tangent"): Ring(64, 8, False),  # H100, 2026-11-24, L = 256 and 8192
-    (128, "plain"): Ring(64, 6, True, 3),  # H200, 2026-11-24, L = 8192
-    (128, "dual"): Ring(32, 8, True),  # H200, 2026-11-22, L = 8192
-    (128, "tangent"): Ring(64, 6, False),  # likewise
-    (192, "plain"): Ring(64, 4, False),  # H100, 2026-11-26, L = 1024 and 8192
-    (256, "plain"): Ring(64, 3, False),  # likewise; six slots of 32 rows take 1.03 of the time at 8192, causal 1.06
-    (192, "dual"): Split(32, 10, True),  # likewise
-    (256, "dual"): Split(32, 6, False),  # likewise; with turns 1.04 to 1.21 of the time
-    (192, "tangent"): Split(32, 10, True),  # not measured: as "dual"
-    (256, "tangent"): Split(32, 6, False),  # likewise
+    (64, "plain"): Ring(tile=64, slots=12, turns=True, groups=3, deferred=True, short=12),
+    (64, "dual"): Ring(tile=64, slots=12, turns=False),  # H200, 2026-11-22, L = 8192
+    (64, "tangent"): Ring(tile=64, slots=10, turns=False),  # likewise
+    (96, "plain"): Ring(tile=128, slots=6, turns=True, short=12),  # H100, 2026-11-24, L = 256 and 8192
+    (96, "dual"): Ring(tile=32, slots=12, turns=False),  # H200, 2026-11-22, L = 8192
+    (96, "tangent"): Ring(tile=64, slots=8, turns=False),  # H100, 2026-11-24, L = 256 and 8192
+    (128, "plain"): Ring(tile=64, slots=6, turns=True, groups=3, short=8, two=(128, 4)),  # H200, 2026-11-24, L = 8192
+    (128, "dual"): Ring(tile=32, slots=8, turns=True),  # H200, 2026-11-22, L = 8192
+    (128, "tangent"): Ring(tile=64, slots=6, turns=False),  # likewise
+    (192, "plain"): Ring(tile=64, slots=4, turns=False),  # H100, 2026-11-26, L = 1024 and 8192
+    # likewise; six slots of 32 rows take 1.03 of the time at 8192, causal 1.06
+    (256, "plain"): Ring(tile=64, slots=3, turns=False),
+    (192, "dual"): Split(tile=32, slots=10, turns=True),  # likewise
+    (256, "dual"): Split(tile=32, slots=6, turns=False),  # likewise; with turns 1.04 to 1.21 of the time
+    (192, "tangent"): Split(tile=32, slots=10, turns=True),  # not measured: as "dual"
+    (256, "tangent"): Split(tile=32, slots=6, turns=False),  # likewise
 }
 
 
 class OnePass(NamedTuple):
-    """How the backward in one pass streams: 64 queries at a time."""
+    """How a backward in one pass streams: 64 queries at a time, or, with tangents, 32."""
 
     groups: int  # consumer warpgroups
     lag: int  # tiles that dq is behind
@@ -143,13 +158,13 @@ class OnePass(NamedTuple):
 
 
 ONE_PASS = {
-    64: OnePass(3, 1, 2, late_dp=True),  # H200, 2026-11-27, L = 8192: 0.97 of the time two tiles behind
-    96: OnePass(2, 2, 4, late_dp=True),  # likewise; no other way was timed
-    128: OnePass(2, 1, 2, turns=True, late_dp=True),  # likewise; without turns 0.98, causal 1.01
+    64: OnePass(groups=3, lag=1, kept=2, late_dp=True),  # H200, 2026-11-27, L = 8192: 0.97 of the time two tiles behind
+    96: OnePass(groups=2, lag=2, kept=4, late_dp=True),  # likewise; no other way was timed
+    128: OnePass(groups=2, lag=1, kept=2, turns=True, late_dp=True),  # likewise; without turns 0.98, causal 1.01
 }
 
 
-class Enough(NamedTuple):
+class OnePassThreshold(NamedTuple):
     """For one pass to be faster than the two sides."""
 
     rows: int  # keys, that are seen by so many queries
@@ -157,7 +172,11 @@ class Enough(NamedTuple):
 
 
 # By width, of which any will do.  H200, 2026-11-27, L = 256 to 16,384; what is to be filled: 2026-11-28, L = 2048 to 8192.
-ONE_PASS_FROM = {64: (Enough(1024, 0.9), Enough(2048, 0.82)), 96: (Enough(4096, 0.9),), 128: (Enough(2048, 0.9),)}
+ONE_PASS_FROM = {
+    64: (OnePassThreshold(rows=1024, filled=0.9), OnePassThreshold(rows=2048, filled=0.82)),
+    96: (OnePassThreshold(rows=4096, filled=0.9),),
+    128: (OnePassThreshold(rows=2048, filled=0.9),),
+}
 # Order, by which the bits of dq are the same on every run, is kept where it takes at most so much of the time, and blocks are
 # alike or heads have at most so many channels.  H200, 2026-11-27, L = 1024 to 8192: 0 to 4% where 1 to 4% are
 # expected, causal heads of 72 and 128 channels 6 to 9%.
@@ -165,35 +184,15 @@ ORDER_MAY_COST = 0.05
 ORDERED_UNLIKE_UP_TO = 64
 
 
-class OnePassDual(NamedTuple):
-    """How the dual backward in one pass streams: 32 queries at a time, for two consumer warpgroups."""
-
-    lag: int  # tiles that dq is behind
-    kept: int  # tiles of dS and ḋS, a power of two above the lag
-    slots: int = 4  # of q and of d_o, with their tangents, a power of two
-    groups: int = 2  # consumer warpgroups, of which more have no room for four sums
-
-
-ONE_PASS_DUAL = {64: OnePassDual(lag=1, kept=4)}  # H200, 2026-11-27, L = 8192
+# Of 32 queries at a time, each with its tangent, for two consumer warpgroups, of which more have no room for four sums.
+ONE_PASS_DUAL = {64: OnePass(groups=2, lag=1, kept=4, slots=4)}  # H200, 2026-11-27, L = 8192
 # As ONE_PASS_FROM.  H200, 2026-11-27, L = 256 to 8192.
-ONE_PASS_DUAL_FROM = {64: (Enough(2048, 0.9),)}
+ONE_PASS_DUAL_FROM = {64: (OnePassThreshold(rows=2048, filled=0.9),)}
 
-# With two warpgroups another tile, and so where blocks are not alike.  H200, 2026-11-23, L = 8192.
-WITH_TWO = {Ring(64, 6, True, 3): Ring(128, 4, True)}
-# Where blocks differ and a row sees at most SHORT others, or those of its segment: smaller tiles and blocks, of which less is
-# computed in vain.  H100, 2026-11-26, L = 256 to 8192.
+# What rows say beyond the ring of long loops: `short`, where blocks differ and a row sees at most SHORT others, or those of its
+# segment: H100, 2026-11-26, L = 256 to 8192.  `two`, where blocks are not alike, too: H200, 2026-11-23, L = 8192.  Not `counted`:
+# H100, 2026-11-26: 1.0 to 1.1 of the time with a counter, with windows up to 1.25.
 SHORT = 512
-IN_SHORT_LOOPS = {
-    Ring(128, 8, True, 3): Ring(64, 16, True),
-    Ring(128, 6, True, 3): Ring(64, 12, True),
-    Ring(128, 6, True): Ring(64, 12, True),
-    Ring(128, 4, True): Ring(64, 8, True),
-    Ring(128, 8, True): Ring(64, 16, True),
-    Ring(64, 6, True, 3): Ring(64, 8, True),
-    Ring(64, 12, True, 3, deferred=True): Ring(64, 12, True),
-    Ring(64, 8, True, 3): Ring(64, 8, True),
-    Ring(64, 8, True, 3, deferred=True, late_dp=True): Ring(64, 8, True),
-}
 
 # ------------------------------------------------------------------------------------------------ limits of schedules
 
@@ -222,8 +221,6 @@ DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # as it takes to stream so many rows, for each fragment of a block but one.  H100, 2026-11-26, L = 512 to 16,384: 0.62 to 0.99
 # of the time.
 FRAGMENT = {"forward": 256, "backward": 160}
-# With which programs take no blocks from a counter.  H100, 2026-11-26: 1.0 to 1.1 of the time with it, with windows up to 1.25.
-STATIC = {FORWARD[64], KEYS[128, "dual"]}
 
 # ------------------------------------------------------------------------------------------------ what is served
 

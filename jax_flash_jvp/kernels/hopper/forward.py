@@ -15,6 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
+from jax_flash_jvp.kernels.hopper.handover import finish, hand_over, resume
 from jax_flash_jvp.kernels.hopper.products import (
     GROUP_ROWS,
     LN2,
@@ -37,6 +39,7 @@ from jax_flash_jvp.kernels.hopper.products import (
     store_rows,
     store_statistics,
     sums,
+    unfolded,
     unpacked,
     width,
     zeroed,
@@ -44,18 +47,8 @@ from jax_flash_jvp.kernels.hopper.products import (
 from jax_flash_jvp.kernels.hopper.programs import (
     Integers,
     aligned,
-    divided,
-    finish,
-    first_block,
-    hand_over,
     in_wave,
-    item,
-    items,
-    next_block,
-    own_block,
     queue,
-    received_block,
-    resume,
 )
 from jax_flash_jvp.kernels.hopper.ring import (
     Cursor,
@@ -73,73 +66,31 @@ from jax_flash_jvp.kernels.hopper.ring import (
     tiles,
     wait,
 )
+from jax_flash_jvp.kernels.hopper.skeleton import consume_blocks, produce_blocks, run
 from jax_flash_jvp.kernels.hopper.visibility import (
-    Bounds,
     Selection,
     bits,
     first_tile,
     has_loop,
     has_masked_tiles,
     hide,
-    key_bounds,
-    lengths,
-    looked_up,
+    loaded_visibility,
     next_tile,
     range_of,
     selected,
     tile_at,
-    until,
-    visits_of,
-    within,
+    zero_columns_from,
 )
 
-# constants; HEIGHT is that of a block in rows of a warpgroup
+# constants; HEIGHT is that of a block in rows of a warpgroup; ROW: resident rows are queries, see `blocks.py`
 Options = namedtuple(
-    "Options", "C BN SLOTS GROUPS HEIGHT BUFFERS TURNS HAS_MASKED FEATURES HAS_TQ HAS_TK HAS_TV LINEAR"
+    "Options", "C T SLOTS GROUPS HEIGHT SPLIT BUFFERS ROW TURNS HAS_MASKED FEATURES HAS_TQ HAS_TK HAS_TV LINEAR"
 )
+Call = namedtuple("Call", "SAVED results scale ints selection")  # what all warps are given
 Arrays = namedtuple("Arrays", "q tq k tk v tv")  # descriptors, of the parts of each
 # shared: resident rows, the ring, barriers, numbers of blocks
 Memory = namedtuple("Memory", "q tq ring q_full q_empty full empty turn queue")
 Results = namedtuple("Results", "O LSE TO MU EXCHANGE")  # the last between programs: fragments of blocks, or a counter
-# an `item`: of it batch entry, query head, first query (then that of a warpgroup), what is seen, tiles to visit
-Block = namedtuple("Block", "work i_b i_h row sight visits")
-
-
-@gluon.jit
-def tiles_in_all(ints, options):
-    """Of a block."""
-    return gl.cdiv(ints.LK, options.BN)
-
-
-@gluon.jit
-def queries_of(i, ints, options):
-    """(batch entry, query head, number of the block of queries, its `item`)."""
-    work = item(i, ints, tiles_in_all(ints, options), options.FEATURES)
-    n_m = gl.cdiv(ints.LQ, options.HEIGHT * GROUP_ROWS)
-    i_m, i_bh = own_block(work.block, ints, n_m, True, options.FEATURES)
-    i_b, i_h = divided(i_bh, ints.HQ, ints.of_heads)
-    return i_b, i_h, i_m, work
-
-
-@gluon.jit
-def own(i, ints, selection, options):
-    BN: gl.constexpr = options.BN
-    FEATURES: gl.constexpr = options.FEATURES
-    ROWS: gl.constexpr = options.HEIGHT * GROUP_ROWS
-    i_b, i_h, i_m, work = queries_of(i, ints, options)
-    q_row = i_m * ROWS
-    query_end, key_end = lengths(i_b, ints, selection, FEATURES)
-    start, first, whole, stop = key_bounds(q_row, ROWS, key_end, ints, FEATURES)
-    if FEATURES.query_lengths:
-        if q_row >= query_end:
-            stop = 0
-    bounds = Bounds(start, first, whole, stop)
-    n_m, n_tiles = gl.cdiv(ints.LQ, ROWS), tiles_in_all(ints, options)
-    visits = visits_of(selection, i_b, i_h, ints, i_m, n_m, n_tiles, bounds, BN, options.HAS_MASKED, FEATURES)
-    if FEATURES.shared:
-        visits = within(visits, work, 0, 1, False)
-    sight = selected(selection, i_b, i_h, ints, query_end, key_end, True, FEATURES)
-    return Block(work, i_b, i_h, q_row, sight, visits)
 
 
 @gluon.jit
@@ -156,12 +107,14 @@ def load_queries(arrays, i_b, i_h, row, memory, q_at, options):
 
 
 @gluon.jit
-def produce_block(i, at, q_at, arrays, memory, ints, selection, options):
-    BN: gl.constexpr = options.BN
+def load_block(i, at, q_at, arrays, memory, call, options):
+    T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
     FEATURES: gl.constexpr = options.FEATURES
-    _, i_b, i_h, q_row, _, visits = own(i, ints, selection, options)
-    i_k = i_h // ints.GROUP
+    block = block_of(i, call.ints, call.selection, options)
+    i_b, i_h, q_row = block.i_b, block.i_a, block.i_block * (options.HEIGHT * GROUP_ROWS)
+    visits = visits_of_head(0, block, call.ints, call.selection, options)
+    i_k = i_h // call.ints.GROUP
     # one block after the other: behind the first tiles, where there is room for these alone while queries are still needed
     AFTER: gl.constexpr = FEATURES.persistent and options.BUFFERS == 1
     if not AFTER:
@@ -171,9 +124,9 @@ def produce_block(i, at, q_at, arrays, memory, ints, selection, options):
         if has_loop(MASKED, options.HAS_MASKED, FEATURES):
             t_first, t_end = range_of(visits, MASKED)
             for t in range(t_first, t_end):
-                row = tile_at(t, visits, MASKED, FEATURES) * BN
-                at = load_tile(arrays.k, arrays.tk, i_b, i_k, row, memory, at, BN, SLOTS, options.HAS_TK)
-                at = load_tile(arrays.v, arrays.tv, i_b, i_k, row, memory, at, BN, SLOTS, options.HAS_TV)
+                row = tile_at(t, visits, MASKED, FEATURES) * T
+                at = load_tile(arrays.k, arrays.tk, i_b, i_k, row, memory, at, T, SLOTS, options.HAS_TK)
+                at = load_tile(arrays.v, arrays.tv, i_b, i_k, row, memory, at, T, SLOTS, options.HAS_TV)
                 if AFTER:
                     if first == 1:
                         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
@@ -185,24 +138,8 @@ def produce_block(i, at, q_at, arrays, memory, ints, selection, options):
 
 
 @gluon.jit
-def produce(arrays, COUNTER, memory, ints, selection, options):
-    FEATURES: gl.constexpr = options.FEATURES
-    at = Cursor(0, 1)
-    q_at = Cursor(0, 1)
-    if FEATURES.dynamic:
-        i = first_block(COUNTER, ints)
-        i_at = Cursor(0, 1)
-        while i < ints.n:
-            at = produce_block(i, at, q_at, arrays, memory, ints, selection, options)
-            q_at = advance(q_at, options.BUFFERS)
-            i, i_at = next_block(COUNTER, memory.queue, i_at, ints)
-    elif FEATURES.persistent:
-        first, end = items(ints, tiles_in_all(ints, options), FEATURES)
-        for i in range(first, end, ints.concurrent):
-            at = produce_block(i, at, q_at, arrays, memory, ints, selection, options)
-            q_at = advance(q_at, options.BUFFERS)
-    else:
-        produce_block(gl.program_id(0), at, q_at, arrays, memory, ints, selection, options)
+def produce(arrays, memory, call, options):
+    produce_blocks(load_block, Cursor(0, 1), call.results.EXCHANGE, arrays, memory, call, options)
 
 
 @triton.constexpr_function
@@ -212,20 +149,20 @@ def is_constant(x):
 
 @gluon.jit
 def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, b_bits, MASKED: gl.constexpr, options):
-    """q kᵀ [64, BN], −∞ where k is hidden, and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk.  Ends a
+    """q kᵀ [64, T], −∞ where k is hidden, and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk.  Ends a
     turn, but for the first scores, which come before any (not `later`)."""
     C: gl.constexpr = options.C
-    BN: gl.constexpr = options.BN
+    T: gl.constexpr = options.T
     FEATURES: gl.constexpr = options.FEATURES
     HAS_TQ: gl.constexpr = options.HAS_TQ
     HAS_TK: gl.constexpr = options.HAS_TK
-    zero = gl.zeros([GROUP_ROWS, BN], gl.float32, product_layout(BN))
+    zero = gl.zeros([GROUP_ROWS, T], gl.float32, product_layout(T))
     PAIRED: gl.constexpr = HAS_TK and options.C > 64  # both products of q in one; at 64 that is slower
     N_TS: gl.constexpr = 0 if PAIRED else parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
-    k = rows_from(kk, 0, BN)
+    k = rows_from(kk, 0, T)
     b_ts = zero
     if PAIRED:
-        zeros = gl.zeros([GROUP_ROWS, 2 * BN], gl.float32, product_layout(2 * BN))
+        zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
         b_s = score_product(q, kk, zeros, False)
     else:
         b_s = score_product(q, k, zero, False)
@@ -234,9 +171,9 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, b_bits, 
     if HAS_TQ and not PAIRED:
         b_ts = score_product(tq, k, zero, False)
     if HAS_TK and not PAIRED:
-        b_ts = score_product(q, rows_from(kk, BN, BN), b_ts, HAS_TQ)
-    s_l: gl.constexpr = product_layout(BN)
-    seen = looked_up(row, k_row, sight, BN, True, MASKED, FEATURES, s_l)
+        b_ts = score_product(q, rows_from(kk, T, T), b_ts, HAS_TQ)
+    s_l: gl.constexpr = product_layout(T)
+    seen = loaded_visibility(row, k_row, sight, T, True, MASKED, FEATURES, s_l)
     b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
     if PAIRED:
         b_s, b_ts = halves(b_s)
@@ -246,7 +183,7 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, b_bits, 
         b_ts *= one  # sums that no instruction begins are serialised by the assembler
         if HAS_TQ:
             b_ts = score_product(tq, k, b_ts, True)
-    return hide(b_s, seen, b_bits, row, k_row, sight, BN, True, MASKED, FEATURES, s_l), b_ts
+    return hide(b_s, seen, b_bits, row, k_row, sight, T, True, MASKED, FEATURES, s_l), b_ts
 
 
 @gluon.jit
@@ -263,46 +200,123 @@ def softmax(b_s, b_sm, b_m, b_l, scale, SLACK: gl.constexpr):
 
 
 @gluon.jit
-def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAVED, results, scale, ints, options):
+def saved_maxima(row, block, call, LAYOUT: gl.constexpr):
+    """In the place of the maxima of rows, and of the logarithms of their sums, ℓ in base 2."""
+    o_m = row + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
+    LQ, i_bh = call.ints.LQ, block.i_b * call.ints.HQ + block.i_a
+    b_lse = gl.load(call.SAVED + i_bh.to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
+    return log2_sum_exp(b_lse)
+
+
+@gluon.jit
+def begun(block, w: gl.constexpr, sums, rows, call, options):
+    """(o,), (l, m) or (o, ȯ), (l, m, c) that the loop over a fragment of a block goes on from."""
+    WIDEST: gl.constexpr = width(options.C, 0) if options.SPLIT else options.C
+    return resume(call.results.EXCHANGE, block.work, w, options.GROUPS, sums, rows, WIDEST)
+
+
+@gluon.jit
+def end_block(i, w: gl.constexpr, tick, sums, rows, query_end, call, options):
+    """Writes what a warpgroup has summed, (o,), (l, m) or (o, ȯ), (l, m, c), or hands it over, if another program ends the
+    block.  What block it is, is worked out again, where the loop has no registers for it."""
+    FEATURES: gl.constexpr = options.FEATURES
+    WIDEST: gl.constexpr = width(options.C, 0) if options.SPLIT else options.C
+    EXCHANGE = call.results.EXCHANGE
+    again = i if options.C <= 64 and not FEATURES.shared else unfolded(i, tick)
+    block = block_of(again, call.ints, call.selection, options)
+    row = (block.i_block * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
+    if FEATURES.shared:
+        sums, rows = finish(EXCHANGE, block.work, w, options.GROUPS, sums, rows, WIDEST, False)
+    if block.work.handed_over:
+        if FEATURES.shared:
+            hand_over(EXCHANGE, in_wave(call.ints, FEATURES), w, options.GROUPS, sums, rows, WIDEST)
+    else:
+        if len(sums) == 2:
+            write_dual(block, row, w, sums, rows, query_end, call, options)
+        else:
+            write_plain(block, row, sums[0], rows, query_end, call, options)
+
+
+@gluon.jit
+def write_dual(block, row, w: gl.constexpr, both, rows, query_end, call, options):
+    FEATURES: gl.constexpr = options.FEATURES
+    LINEAR: gl.constexpr = options.LINEAR
+    FIRST: gl.constexpr = w if options.SPLIT else 0  # part of the columns
+    r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
+    i_b, i_h, HQ, LQ = block.i_b, block.i_a, call.ints.HQ, call.ints.LQ
+    b_o, b_to = both
+    b_l, b_m, b_c = rows
+    if LINEAR:
+        nothing = b_m == float("inf")
+    else:
+        nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= query_end)  # and padding
+        b_l = gl.where(nothing, 1.0, b_l)
+        b_o = scaled(b_o, 1.0 / b_l)
+        b_to = scaled(b_to, 1.0 / b_l)
+        b_lse = (b_m + gl.log2(b_l)) * LN2
+        if FEATURES.empty_rows:
+            b_o = zeroed(b_o, nothing)
+            b_lse = gl.where(nothing, -float("inf"), b_lse)
+    if FEATURES.empty_rows:
+        b_to = zeroed(b_to, nothing)
+        b_c = gl.where(nothing, 0.0, b_c)
+    if not LINEAR:
+        store_rows(call.results.O, i_b, i_h, HQ, row, LQ, b_o, options.C, FIRST)
+    store_rows(call.results.TO, i_b, i_h, HQ, row, LQ, b_to, options.C, FIRST)
+    if FIRST == 0:
+        if not LINEAR:
+            store_statistics(call.results.LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
+        store_statistics(call.results.MU, i_b * HQ + i_h, row, LQ, b_c, r_l)
+
+
+@gluon.jit
+def write_plain(block, row, b_o, rows, query_end, call, options):
+    FEATURES: gl.constexpr = options.FEATURES
+    r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
+    i_b, i_h, HQ, LQ = block.i_b, block.i_a, call.ints.HQ, call.ints.LQ
+    b_l, b_m = rows
+    b_lse = (b_m + gl.log2(b_l)) * LN2
+    if FEATURES.empty_rows:
+        b_l = gl.where(b_l == 0.0, 1.0, b_l)
+    b_o = scaled(b_o, 1.0 / b_l)
+    if FEATURES.empty_rows:
+        nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= query_end)
+        b_lse = gl.where(nothing, -float("inf"), b_lse)
+        b_o = zeroed(b_o, nothing)
+    store_rows(call.results.O, i_b, i_h, HQ, row, LQ, b_o, options.C)
+    store_statistics(call.results.LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
+
+
+@gluon.jit
+def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight, visits, memory, call, options):
     """If LINEAR, the tangent alone: P comes from the saved ℓ, so nothing is rescaled."""
     C: gl.constexpr = options.C
-    BN: gl.constexpr = options.BN
+    T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
-    GROUPS: gl.constexpr = options.GROUPS
-    TURNS: gl.constexpr = options.TURNS
     FEATURES: gl.constexpr = options.FEATURES
-    HAS_TQ: gl.constexpr = options.HAS_TQ
-    HAS_TK: gl.constexpr = options.HAS_TK
     HAS_TV: gl.constexpr = options.HAS_TV
     LINEAR: gl.constexpr = options.LINEAR
-    work, i_b, i_h, row, sight, visits = block
-    HQ, LQ = ints.HQ, ints.LQ
+    SPLIT: gl.constexpr = options.SPLIT
     full, empty, turn = memory.full, memory.empty, memory.turn
-    s_l: gl.constexpr = product_layout(BN)
+    s_l: gl.constexpr = product_layout(T)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    HAS_TS: gl.constexpr = HAS_TQ or HAS_TK
+    HAS_TS: gl.constexpr = options.HAS_TQ or options.HAS_TK
     HAS_O: gl.constexpr = HAS_TS or not LINEAR
-    SPLIT: gl.constexpr = options.HEIGHT < GROUPS
-    OWN: gl.constexpr = width(C, w) if SPLIT else C  # columns of o and ȯ
-    FIRST: gl.constexpr = w if SPLIT else 0  # part of these
-    WIDEST: gl.constexpr = width(C, 0) if SPLIT else C
     SLACK: gl.constexpr = 8 if memory.q[0].dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
-    next_turn = turn.index((w + 1) % GROUPS)
+    next_turn = turn.index((w + 1) % options.GROUPS)
     first_tick = tick
     last_tick = tick + visits.plain_end - visits.plain_first + visits.masked_end - visits.masked_first - 1
     if LINEAR:
-        o_m = row + gl.arange(0, GROUP_ROWS, layout=r_l)
-        b_lse = gl.load(SAVED + (i_b * HQ + i_h).to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
-        b_m = log2_sum_exp(b_lse)
+        b_m = saved_maxima(row, block, call, r_l)
     else:
         b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_c = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_o = sums(OWN)
-    b_to = sums(OWN)
+    b_o = sums(width(C, w) if SPLIT else C)
+    b_to = sums(width(C, w) if SPLIT else C)
     if FEATURES.shared:
-        both, rows = resume(results.EXCHANGE, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
+        both, rows = begun(block, w, (b_o, b_to), (b_l, b_m, b_c), call, options)
         b_o, b_to = both
         b_l, b_m, b_c = rows
     for MASKED in gl.static_range(2):
@@ -311,27 +325,26 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
             upcoming = first_tile(visits, MASKED, FEATURES)
             for t in range(t_first, t_end):
                 j, upcoming = next_tile(t, upcoming, visits, MASKED, FEATURES)
-                b_bits = bits(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
-                # an index that the compiler cannot fold: else it keeps the descriptors of every resident tile in registers
-                q = matrix(memory.q, own_queries + (tick >> 30))
+                b_bits = bits(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+                q = matrix(memory.q, unfolded(own_queries, tick))
                 v_at = advance(k_at, SLOTS)
                 kk = matrix(memory.ring, k_at.slot)
                 vv = own_columns(matrix(memory.ring, v_at.slot), w, SPLIT)
-                v, tv = rows_from(vv, 0, BN), rows_from(vv, BN, BN) if HAS_TV else vv
+                v, tv = rows_from(vv, 0, T), rows_from(vv, T, T) if HAS_TV else vv
 
                 wait(full, k_at)
-                tq = matrix(memory.tq, own_queries + (tick >> 30))
+                tq = matrix(memory.tq, unfolded(own_queries, tick))
                 later = tick > first_tick
                 b_s, b_ts = scores(
-                    q, tq, kk, next_turn, later, tick, scale, row, j * BN, sight, b_bits, MASKED, options
+                    q, tq, kk, next_turn, later, tick, call.scale, row, j * T, sight, b_bits, MASKED, options
                 )
                 if LINEAR:
-                    b_p = gl.exp2(b_s * (scale * LOG2E) - gl.expand_dims(b_m, 1))
+                    b_p = gl.exp2(b_s * (call.scale * LOG2E) - gl.expand_dims(b_m, 1))
                     b_pl = gl.sum(b_p, 1)
                     b_l += b_pl
                 else:
                     b_p, b_pl, alpha, b_m, b_l = softmax(
-                        b_s, row_max(b_s) if C > 64 else gl.max(b_s, 1), b_m, b_l, scale, SLACK
+                        b_s, row_max(b_s) if C > 64 else gl.max(b_s, 1), b_m, b_l, call.scale, SLACK
                     )
                     b_o = rescaled(b_o, alpha)
                     b_to = rescaled(b_to, alpha)
@@ -340,29 +353,29 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and FEATURES.key_lengths:
-                        b_ts = until(b_ts, sight.key_end - j * BN, BN, s_l)
+                        b_ts = zero_columns_from(b_ts, sight.key_end - j * T, T, s_l)
                 give_back(empty, k_at)
                 if FEATURES.persistent:
                     mbarrier.arrive(memory.q_empty.index(own_queries), count=1, pred=tick == last_tick)
                 # as `recentered` in `portable/scores.py`, by differences alone: 16 bits show no more; what is added, as the
                 # compiler would negate all of o to subtract
                 if HAS_TS:
-                    back = (b_c * b_pl - row_dot(b_p, b_ts) * scale) * per_l
+                    back = (b_c * b_pl - row_dot(b_p, b_ts) * call.scale) * per_l
                     b_c -= back
                     b_to = increased(b_to, back, b_o)
                 wait(full, v_at)
                 if MASKED and FEATURES.key_lengths:
-                    clean(v, j * BN, sight.key_end)
-                if TURNS:
+                    clean(v, j * T, sight.key_end)
+                if options.TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
                 if HAS_O:
                     b_o = accumulated(p, v, b_o)
                 if HAS_TV:
                     if MASKED and FEATURES.key_lengths:
-                        clean(tv, j * BN, sight.key_end)
+                        clean(tv, j * T, sight.key_end)
                     b_to = accumulated(p, tv, b_to)
                 if HAS_TS:  # behind the products just issued
-                    b_pt = b_p * (b_ts * scale - gl.expand_dims(b_c, 1))
+                    b_pt = b_p * (b_ts * call.scale - gl.expand_dims(b_c, 1))
                     pt = gl.convert_layout(b_pt.to(memory.q[0].dtype), p_l)
                     b_to = accumulated(pt, v, b_to)
                     b_to, pt = settled(b_to, pt)
@@ -374,94 +387,59 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, SAV
                 k_at = advance(v_at, SLOTS)
                 tick += 1
 
-    if TURNS:
+    if options.TURNS:
         mbarrier.arrive(next_turn, count=1, pred=tick > first_tick)
     if FEATURES.dynamic:
         mbarrier.arrive(memory.q_empty.index(own_queries), count=1, pred=tick == first_tick)
-    # worked out again, where the loop has no registers for it
-    again = i if C <= 64 and not FEATURES.shared else i + (tick >> 30)
-    i_b, i_h, i_m, work = queries_of(again, ints, options)
-    row = (i_m * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
-    O, LSE, TO, MU, EXCHANGE = results
-    if FEATURES.shared:
-        both, rows = finish(EXCHANGE, work, w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST, False)
-        b_o, b_to = both
-        b_l, b_m, b_c = rows
-    if work.handed_over:
-        if FEATURES.shared:
-            hand_over(EXCHANGE, in_wave(ints, FEATURES), w, GROUPS, (b_o, b_to), (b_l, b_m, b_c), WIDEST)
-    else:
-        if LINEAR:
-            nothing = b_m == float("inf")
-        else:
-            nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight.query_end)  # and padding
-            b_l = gl.where(nothing, 1.0, b_l)
-            b_o = scaled(b_o, 1.0 / b_l)
-            b_to = scaled(b_to, 1.0 / b_l)
-            b_lse = (b_m + gl.log2(b_l)) * LN2
-            if FEATURES.empty_rows:
-                b_o = zeroed(b_o, nothing)
-                b_lse = gl.where(nothing, -float("inf"), b_lse)
-        if FEATURES.empty_rows:
-            b_to = zeroed(b_to, nothing)
-            b_c = gl.where(nothing, 0.0, b_c)
-        if not LINEAR:
-            store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C, FIRST)
-        store_rows(TO, i_b, i_h, HQ, row, LQ, b_to, C, FIRST)
-        if FIRST == 0:
-            if not LINEAR:
-                store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
-            store_statistics(MU, i_b * HQ + i_h, row, LQ, b_c, r_l)
+    end_block(i, w, tick, (b_o, b_to), (b_l, b_m, b_c), sight.query_end, call, options)
     return k_at, tick
 
 
 @gluon.jit
-def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, results, scale, ints, options):
+def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight, visits, memory, call, options):
     C: gl.constexpr = options.C
-    BN: gl.constexpr = options.BN
+    T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
     FEATURES: gl.constexpr = options.FEATURES
     SCORES_ALONE: gl.constexpr = C > 96  # in a turn, without P V
-    work, i_b, i_h, row, sight, visits = block
-    HQ, LQ = ints.HQ, ints.LQ
     ring, full, empty, turn = memory.ring, memory.full, memory.empty, memory.turn
-    s_l: gl.constexpr = product_layout(BN)
+    s_l: gl.constexpr = product_layout(T)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     b_m = gl.full([GROUP_ROWS], LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = sums(C)
     if FEATURES.shared:
-        one, rows = resume(results.EXCHANGE, work, w, GROUPS, (b_o,), (b_l, b_m), C)
+        one, rows = begun(block, w, (b_o,), (b_l, b_m), call, options)
         b_o = one[0]
         b_l, b_m = rows
-    zero = gl.zeros([GROUP_ROWS, BN], gl.float32, s_l)
+    zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
     for MASKED in gl.static_range(2):
         t_first, t_end = range_of(visits, MASKED)
         # P is handed from one tile to the next but not from one loop to the other
         if has_loop(MASKED, options.HAS_MASKED, FEATURES) and t_first < t_end:
             # for this loop alone: what both use, the assembler of Triton 3.6 may work out before the first and then pass over
-            q = matrix(memory.q, own_queries + (tick >> 30) if options.BUFFERS > 1 else own_queries)
+            q = matrix(memory.q, unfolded(own_queries, tick) if options.BUFFERS > 1 else own_queries)
             upcoming = first_tile(visits, MASKED, FEATURES)
             j, upcoming = next_tile(t_first, upcoming, visits, MASKED, FEATURES)
-            b_bits = bits(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
+            b_bits = bits(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
             wait(full, k_at)
             k = matrix(ring, k_at.slot)
             b_s = score_product(q, k, zero, False)
-            seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
+            seen = loaded_visibility(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             give_back(empty, k_at)
-            b_s = hide(b_s, seen, b_bits, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
-            b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, scale, 0)
+            b_s = hide(b_s, seen, b_bits, row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+            b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, call.scale, 0)
             b_o = scaled(b_o, alpha)
             pairs = packed(b_p, memory.q[0].dtype)
             v_at = advance(k_at, SLOTS)
             for t in range(t_first + 1, t_end):
-                v_row = j * BN
+                v_row = j * T
                 j, upcoming = next_tile(t, upcoming, visits, MASKED, FEATURES)
-                b_bits = bits(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
+                b_bits = bits(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
                 k_at = advance(v_at, SLOTS)
                 wait(full, k_at)
                 if TURNS:
@@ -478,11 +456,11 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
                 b_o = accumulated(p, v, b_o)
                 if TURNS and not SCORES_ALONE:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
-                seen = looked_up(row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
+                seen = loaded_visibility(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
                 b_s = warpgroup_mma_wait(parts(C), deps=[b_s])
                 give_back(empty, k_at)
-                b_s = hide(b_s, seen, b_bits, row, j * BN, sight, BN, True, MASKED, FEATURES, s_l)
-                b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, scale, 0)
+                b_s = hide(b_s, seen, b_bits, row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+                b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, call.scale, 0)
                 b_o, p = settled(b_o, p)
                 give_back(empty, v_at)
                 pairs = packed(b_p, memory.q[0].dtype)
@@ -492,77 +470,40 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, memory, re
             wait(full, v_at)
             v = matrix(ring, v_at.slot)
             if MASKED and FEATURES.key_lengths:
-                clean(v, j * BN, sight.key_end)
+                clean(v, j * T, sight.key_end)
             p = unpacked(pairs, memory.q[0].dtype, p_l)
             b_o = accumulated(p, v, b_o)
             b_o, p = settled(b_o, p)
             give_back(empty, v_at)
             k_at = advance(v_at, SLOTS)
     mbarrier.arrive(memory.q_empty.index(own_queries), count=1)
-    # worked out again, where the loop has no registers for it
-    again = i if C <= 64 and not FEATURES.shared else i + (tick >> 30)
-    i_b, i_h, i_m, work = queries_of(again, ints, options)
-    row = (i_m * options.HEIGHT + w) * GROUP_ROWS
-    O, LSE, _, _, EXCHANGE = results
-    if FEATURES.shared:
-        one, rows = finish(EXCHANGE, work, w, GROUPS, (b_o,), (b_l, b_m), C, False)
-        b_o = one[0]
-        b_l, b_m = rows
-    if work.handed_over:
-        if FEATURES.shared:
-            hand_over(EXCHANGE, in_wave(ints, FEATURES), w, GROUPS, (b_o,), (b_l, b_m), C)
-    else:
-        b_lse = (b_m + gl.log2(b_l)) * LN2
-        if FEATURES.empty_rows:
-            b_l = gl.where(b_l == 0.0, 1.0, b_l)
-        b_o = scaled(b_o, 1.0 / b_l)
-        if FEATURES.empty_rows:
-            nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= sight.query_end)
-            b_lse = gl.where(nothing, -float("inf"), b_lse)
-            b_o = zeroed(b_o, nothing)
-        store_rows(O, i_b, i_h, HQ, row, LQ, b_o, C)
-        store_statistics(LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
+    end_block(i, w, tick, (b_o,), (b_l, b_m), sight.query_end, call, options)
     return k_at, tick
 
 
 @gluon.jit
-def consume_block(i, w: gl.constexpr, at, tick, q_at, memory, SAVED, results, scale, ints, selection, options):
-    work, i_b, i_h, q_row, sight, visits = own(i, ints, selection, options)
-    block = Block(work, i_b, i_h, q_row + GROUP_ROWS * (w % options.HEIGHT), sight, visits)
+def compute_block(i, w: gl.constexpr, state, q_at, memory, call, options):
+    at, tick = state
+    block = block_of(i, call.ints, call.selection, options)
+    q_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
+    visits = visits_of_head(0, block, call.ints, call.selection, options)
+    sight = selected(
+        call.selection, block.i_b, block.i_a, call.ints, block.query_end, block.key_end, True, options.FEATURES
+    )  # fmt: skip
+    row = q_row + GROUP_ROWS * (w % options.HEIGHT)
     own_queries = q_at.slot * options.HEIGHT + w % options.HEIGHT
     mbarrier.wait(memory.q_full.index(own_queries), q_at.phase)
-    if options.HAS_TQ or options.HAS_TK or options.HAS_TV:
-        at, tick = consume_dual(i, w, at, tick, own_queries, block, memory, SAVED, results, scale, ints, options)
-    else:
-        at, tick = consume_plain(i, w, at, tick, own_queries, block, memory, results, scale, ints, options)
-    return at, tick
+    consumer: gl.constexpr = consume_dual if options.HAS_TQ or options.HAS_TK or options.HAS_TV else consume_plain
+    return consumer(i, w, at, tick, own_queries, block, row, sight, visits, memory, call, options)
 
 
 @gluon.jit
-def consume(w: gl.constexpr, memory, SAVED, results, scale, ints, selection, options):
-    FEATURES: gl.constexpr = options.FEATURES
-    at = Cursor(0, 0)
-    tick = 0
-    q_at = Cursor(0, 0)
-    if FEATURES.dynamic:
-        i = gl.program_id(0)
-        i_at = Cursor(0, 0)
-        while i < ints.n:
-            at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, ints, selection, options)
-            q_at = advance(q_at, options.BUFFERS)
-            i, i_at = received_block(memory.queue, i_at)
-    elif FEATURES.persistent:
-        first, end = items(ints, tiles_in_all(ints, options), FEATURES)
-        for i in range(first, end, ints.concurrent):
-            at, tick = consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, ints, selection, options)
-            q_at = advance(q_at, options.BUFFERS)
-    else:
-        i = gl.program_id(0)
-        consume_block(i, w, at, tick, q_at, memory, SAVED, results, scale, ints, selection, options)
+def consume(w: gl.constexpr, memory, call, options):
+    consume_blocks(w, compute_block, (Cursor(0, 0), 0), memory, call, options)
 
 
 @gluon.jit
-def program(arrays, SAVED, results, scale, ints, selection, options):
+def program(arrays, call, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
@@ -580,19 +521,7 @@ def program(arrays, SAVED, results, scale, ints, selection, options):
     fence_async_shared()
     numbers = queue(GROUPS) if options.FEATURES.dynamic else full
     memory = Memory(q_s, tq_s, ring, q_full, q_empty, full, empty, turn, numbers)
-    if GROUPS == 2:
-        gl.warp_specialize([
-            (consume, (0, memory, SAVED, results, scale, ints, selection, options)),
-            (consume, (1, memory, SAVED, results, scale, ints, selection, options)),
-            (produce, (arrays, results.EXCHANGE, memory, ints, selection, options)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, memory, SAVED, results, scale, ints, selection, options)),
-            (consume, (1, memory, SAVED, results, scale, ints, selection, options)),
-            (consume, (2, memory, SAVED, results, scale, ints, selection, options)),
-            (produce, (arrays, results.EXCHANGE, memory, ints, selection, options)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    run(consume, produce, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
@@ -602,25 +531,28 @@ def forward(
     scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
     of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
     O, LSE, TO, MU, EXCHANGE,
-    C: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr,
+    C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr,
     TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
     HAS_TQ: gl.constexpr, HAS_TK: gl.constexpr, HAS_TV: gl.constexpr, LINEAR: gl.constexpr,
 ):  # fmt: skip
     PAIRS: gl.constexpr = SLOTS // (2 if HAS_TK or HAS_TV else 1)
-    BUFFERS: gl.constexpr = resident_buffers((2 if HAS_TQ else 1) * HEIGHT * GROUP_ROWS, SLOTS * BN, C, FEATURES)
+    BUFFERS: gl.constexpr = resident_buffers((2 if HAS_TQ else 1) * HEIGHT * GROUP_ROWS, SLOTS * T, C, FEATURES)
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(
         Arrays(
             described(q_d, q_r), described(tq_d, tq_r), described(k_d, k_r), described(tk_d, tk_r), described(v_d, v_r),
             described(tv_d, tv_r),
-        ), SAVED, Results(O, LSE, TO, MU, EXCHANGE), scale,
-        Integers(
-            n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
-            of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
         ),
-        Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
+        Call(
+            SAVED, Results(O, LSE, TO, MU, EXCHANGE), scale,
+            Integers(
+                n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
+                of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
+            ),
+            Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
+        ),
         Options(
-            C, BN, PAIRS, GROUPS, HEIGHT, BUFFERS, TURNS, has_masked_tiles(FEATURES, True, RAGGED), FEATURES,
-            HAS_TQ, HAS_TK, HAS_TV, LINEAR,
+            C, T, PAIRS, GROUPS, HEIGHT, HEIGHT < GROUPS, BUFFERS, True, TURNS, has_masked_tiles(FEATURES, True, RAGGED),
+            FEATURES, HAS_TQ, HAS_TK, HAS_TV, LINEAR,
         ),
     )  # fmt: skip

@@ -52,6 +52,13 @@ def product_layout(columns):
 
 
 @gluon.jit
+def unfolded(x, tick):
+    """x, but so that the compiler, which does not know that `tick` is small, works out nothing of it beforehand: else what
+    depends on x, as descriptors of resident tiles, stays in registers throughout a loop."""
+    return x + (tick >> 30)
+
+
+@gluon.jit
 def score_product(a, b, acc, ADD: gl.constexpr):
     """a bᵀ, added to acc if ADD, of rows in shared memory, which are in parts; asynchronous."""
     for PART in gl.static_range(len(a)):
@@ -263,6 +270,15 @@ def over_lanes(b_r):
 @gluon.jit
 def summed_lanes(b_r, LAYOUT: gl.constexpr):
     return gl.convert_layout(gl.sum(b_r, 1), LAYOUT)
+
+
+@gluon.jit
+def excess_of(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE: gl.constexpr):
+    """By how much row sums exceed the cotangent of ℓ, which they would be without rounding."""
+    if HAS_D_LSE:
+        b_d = gl.expand_dims(gl.load(D_LSE + x, mask=m_x, other=0.0), 1)
+        b_r -= gl.sum(gl.where(lse2 == float("inf"), 0.0, b_d), 1)  # nothing of a row that sees nothing
+    return b_r
 
 
 @gluon.jit

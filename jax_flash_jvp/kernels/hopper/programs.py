@@ -1,35 +1,24 @@
 """Which blocks a program computes: all of a block, one after the other, or a fragment of one that it shares with others.
 
 The numbers of a program's blocks are given beforehand (`items`), or taken from a counter in memory (`first_block`, `next_block`,
-`received_block`).  What a fragment's loop begins with and what its sums go on to say `resume`, `finish` and `hand_over`.
+`received_block`).  What a fragment's loop begins with and what its sums go on to, says `handover.py`.
 """
 
 from collections import namedtuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from jax_flash_jvp.kernels.hopper.products import (
-    GROUP_ROWS,
-    before,
-    by_row,
-    columns,
-    increased,
-    parts,
-    product_layout,
-    scaled,
-)
 from jax_flash_jvp.kernels.hopper.ring import AGAIN, advance, barriers, give_back, wait
 from jax_flash_jvp.kernels.portable import scores
 
 aligned = gluon.jit(scores.aligned.fn)
-TOGETHER = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
+HEADS_SHARING_L2 = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 
 # those of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not shared,
 # tiles of the others for each program, concurrent programs; reciprocals, for `divided`: of a head's blocks, a batch
-# entry's heads, a block's tiles, a program's shared tiles, TOGETHER and the heads that are left of them
+# entry's heads, a block's tiles, a program's shared tiles, HEADS_SHARING_L2 and the heads that are left of them
 Integers = namedtuple(
     "Integers",
     "n HQ GROUP LQ LK left right n_whole shared_tiles concurrent "
@@ -64,11 +53,11 @@ def own_block(i, ints, n_blocks, FROM_END: gl.constexpr, FEATURES: gl.constexpr)
     after head, the last ones would begin a long block when others are done.  Where blocks of a head wait for each other, those
     that begin together are of a few heads likewise."""
     if FEATURES.later_longer or FEATURES.heads_in_turn:
-        first = divided(i, n_blocks, ints.of_blocks)[0] // TOGETHER * TOGETHER
+        first = divided(i, n_blocks, ints.of_blocks)[0] // HEADS_SHARING_L2 * HEADS_SHARING_L2
         left = divided(ints.n, n_blocks, ints.of_blocks)[0] - first
-        few = left < TOGETHER
+        few = left < HEADS_SHARING_L2
         block, i_head = divided(
-            i - first * n_blocks, gl.where(few, left, TOGETHER), gl.where(few, ints.of_rest, ints.of_together)
+            i - first * n_blocks, gl.where(few, left, HEADS_SHARING_L2), gl.where(few, ints.of_rest, ints.of_together)
         )
         if FROM_END:
             block = n_blocks - 1 - block
@@ -190,7 +179,7 @@ def queue(GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def counted(COUNTER, number, TEXT: gl.constexpr):
+def with_counter(COUNTER, number, TEXT: gl.constexpr):
     zero = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     return gl.inline_asm_elementwise(TEXT, "=r,l,r", [(COUNTER + zero).to(gl.int64), zero + number], gl.int32, False, 1)
 
@@ -199,14 +188,14 @@ def counted(COUNTER, number, TEXT: gl.constexpr):
 def first_block(COUNTER, ints):
     """This program's own number; the first program begins the counter."""
     if gl.program_id(0) == 0:
-        counted(COUNTER, ints.concurrent, BEGIN)
+        with_counter(COUNTER, ints.concurrent, BEGIN)
     return gl.program_id(0)
 
 
 @gluon.jit
 def next_block(COUNTER, queue, at, ints):
     """The producer's next number, which it sends to the warpgroups: n or more at the end, one for each program."""
-    number = counted(COUNTER, ints.n + ints.concurrent - 1, TAKE)
+    number = with_counter(COUNTER, ints.n + ints.concurrent - 1, TAKE)
     wait(queue.empty, at)
     queue.numbers.index(at.slot).store(number)
     mbarrier.arrive(queue.full.index(at.slot), count=1)
@@ -220,196 +209,3 @@ def received_block(queue, at):
     number = queue.numbers.index(at.slot).load(gl.BlockedLayout([1], [32], [4], [0]))
     give_back(queue.empty, at)
     return gl.max(number, 0), advance(at, QUEUED)
-
-
-# ------------------------------------------------------------------------------------------------ fragments of blocks
-
-# What is handed over is what a loop over tiles keeps, sums and values of their rows, so that another may go on from there.  Of
-# fragments of a softmax, each over some of the keys, with their maxima m, in base 2, sums l, o and ȯ, and μ, two at a time:
-#
-#     m = max(m₀, m₁)   aᵢ = 2 ** (mᵢ − m)   l = Σᵢ aᵢ lᵢ   o = Σᵢ aᵢ oᵢ   μ = Σᵢ aᵢ lᵢ μᵢ / l   ȯ = Σᵢ aᵢ (ȯᵢ + (μᵢ − μ) oᵢ)
-#
-# The tangent alone has P from the saved ℓ, in the place of m, so that all aᵢ are one.  Gradients, and row sums of dS and
-# ḋS, are added up.
-#
-# Every thread hands over what it holds to the thread with its number in the other program, through memory: its elements
-# of the sums, and of values of rows as many copies as make each thread's own, then a flag.  Nobody else reads these, so
-# no thread waits for another of its program, and the flag, of 64 bits that memory never holds by chance, need not be
-# cleared before, but is after.
-
-_COPIES = 8  # of a value for each row: as many columns as the narrowest product has
-COPIES = gl.constexpr(_COPIES)
-# PTX: a thread's stores are done; those of another are, and its flag is taken down again
-SAY = gl.constexpr("""{
-.reg .b64 flag;
-mov.b64 flag, 0x9E3779B97F4A7C15;
-st.release.gpu.global.b64 [$1], flag;
-mov.b32 $0, 0;
-}""")
-AWAIT = gl.constexpr(f"""{{
-.reg .pred absent;
-.reg .b64 flag, seen;
-mov.b64 flag, 0x9E3779B97F4A7C15;
-{AGAIN}
-mov.b64 seen, 0;
-st.global.b64 [$1], seen;
-mov.b32 $0, 0;
-}}""")
-
-
-@triton.constexpr_function
-def fragment_size(rows, sums, row_values, channels):
-    """Floats of a warpgroup's fragment: so many sums [rows, columns of the products] and values of rows [rows, COPIES], and
-    two for the flag of every thread, of which there are two for a row."""
-    return rows * (sums * columns(channels) + _COPIES * row_values + 4)
-
-
-@gluon.jit
-def fragment_at(EXCHANGE, program, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr):
-    """Where that of a warpgroup is: a program hands over one fragment at most."""
-    return EXCHANGE + (program * GROUPS + w) * fragment_size(GROUP_ROWS, len(sums), len(row_values), C)
-
-
-@gluon.jit
-def flags(fragment, sums, row_values, C: gl.constexpr, TEXT: gl.constexpr):
-    o = gl.arange(0, 2 * GROUP_ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    address = (fragment + GROUP_ROWS * (len(sums) * columns(C) + COPIES * len(row_values)) + 2 * o).to(gl.int64)
-    gl.inline_asm_elementwise(TEXT, "=r,l", [address], gl.int32, False, 1)
-
-
-@gluon.jit
-def by_thread(b_x):
-    """[GROUP_ROWS, W] of a product as [W / 8, 4 · threads]: a row has of every thread, in their order, the four elements that it
-    holds of eight columns.  Nothing moves."""
-    W: gl.constexpr = b_x.shape[1]
-    return b_x.reshape([4, 2, 8, W // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([W // 8, 8 * GROUP_ROWS])
-
-
-@gluon.jit
-def places(X, b_y):
-    """Of what is ordered by thread, where a warp reads and writes whole lines of memory."""
-    o_r = gl.arange(0, b_y.shape[0], layout=gl.SliceLayout(1, b_y.type.layout))
-    o_c = gl.arange(0, b_y.shape[1], layout=gl.SliceLayout(0, b_y.type.layout))
-    return X + gl.expand_dims(o_r * b_y.shape[1], 1) + gl.expand_dims(o_c, 0)
-
-
-@gluon.jit
-def store(X, b_x):
-    b_y = by_thread(b_x)
-    gl.store(places(X, b_y), b_y)
-
-
-@gluon.jit
-def stored(X, like):
-    W: gl.constexpr = like.shape[1]
-    b_y = gl.load(places(X, by_thread(like)))
-    b_x = b_y.reshape([W // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([GROUP_ROWS, W])
-    return gl.convert_layout(b_x, like.type.layout)
-
-
-@gluon.jit
-def stored_sum(fragment, I: gl.constexpr, like, C: gl.constexpr):
-    X = fragment + I * GROUP_ROWS * columns(C)
-    b_x = (stored(X, like[0]),)
-    for PART in gl.static_range(1, parts(C)):
-        b_x = b_x + (stored(X + GROUP_ROWS * before(C, PART), like[PART]),)
-    return b_x
-
-
-@gluon.jit
-def copies(b_r):
-    """[GROUP_ROWS, COPIES], of a number for each row."""
-    zero = gl.zeros([GROUP_ROWS, COPIES], gl.float32, product_layout(COPIES))
-    return zero + by_row(b_r, zero)
-
-
-@gluon.jit
-def stored_row_values(fragment, sums, row_values, C: gl.constexpr):
-    some = ()
-    for I in gl.static_range(len(row_values)):
-        X = fragment + GROUP_ROWS * (len(sums) * columns(C) + I * COPIES)
-        b_x = gl.max(stored(X, copies(row_values[I])), 1)
-        some = some + (gl.convert_layout(b_x, row_values[I].type.layout),)
-    return some
-
-
-@gluon.jit
-def hand_over(EXCHANGE, program, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr):
-    fragment = fragment_at(EXCHANGE, program, w, GROUPS, sums, row_values, C)
-    for I in gl.static_range(len(sums)):
-        for PART in gl.static_range(parts(C)):
-            store(fragment + GROUP_ROWS * (I * columns(C) + before(C, PART)), sums[I][PART])
-    for I in gl.static_range(len(row_values)):
-        store(fragment + GROUP_ROWS * (len(sums) * columns(C) + I * COPIES), copies(row_values[I]))
-    flags(fragment, sums, row_values, C, SAY)
-
-
-@gluon.jit
-def resume(EXCHANGE, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr):
-    """What the loop over a fragment's tiles begins with: these zeros, or what was handed over."""
-    if work.resumed:
-        fragment = fragment_at(EXCHANGE, work.since, w, GROUPS, sums, row_values, C)
-        flags(fragment, sums, row_values, C, AWAIT)
-        some = ()
-        for I in gl.static_range(len(sums)):
-            some = some + (stored_sum(fragment, I, sums[I], C),)
-        row_values = stored_row_values(fragment, sums, row_values, C)
-        sums = some
-    return sums, row_values
-
-
-@gluon.jit
-def plus(fragment, sums, row_values, C: gl.constexpr):
-    """Sums and values of rows, to which those of a fragment are added that was handed over."""
-    rows = stored_row_values(fragment, sums, row_values, C)
-    added = ()
-    for I in gl.static_range(len(row_values)):
-        added = added + (row_values[I] + rows[I],)
-    totals = ()
-    for I in gl.static_range(len(sums)):
-        b_x = stored_sum(fragment, I, sums[I], C)
-        b_y = (sums[I][0] + b_x[0],)
-        for PART in gl.static_range(1, parts(C)):
-            b_y = b_y + (sums[I][PART] + b_x[PART],)
-        totals = totals + (b_y,)
-    return totals, added
-
-
-@gluon.jit
-def joined(fragment, sums, row_values, C: gl.constexpr):
-    """(o,), (l, m) or (o, ȯ), (l, m, μ) and those of a fragment that was handed over.  One sum of that after the other, as
-    registers do not hold both."""
-    rows = stored_row_values(fragment, sums, row_values, C)
-    l_0, l_1 = row_values[0], rows[0]
-    m_0, m_1 = row_values[1], rows[1]
-    b_m = gl.maximum(m_0, m_1)
-    a_0 = gl.exp2(gl.where(m_0 == b_m, 0.0, m_0 - b_m))
-    a_1 = gl.exp2(gl.where(m_1 == b_m, 0.0, m_1 - b_m))
-    b_l = l_0 * a_0 + l_1 * a_1
-    if len(sums) == 1:
-        b_o = increased(scaled(sums[0], a_0), a_1, stored_sum(fragment, 0, sums[0], C))
-        return (b_o,), (b_l, b_m)
-    else:
-        between = rows[2] - row_values[2]
-        step = l_1 * a_1 / gl.where(b_l == 0.0, 1.0, b_l) * between  # of μ
-        b_to = scaled(increased(sums[1], -step, sums[0]), a_0)
-        b_x = stored_sum(fragment, 0, sums[0], C)
-        b_o = increased(scaled(sums[0], a_0), a_1, b_x)
-        b_to = increased(b_to, a_1 * (between - step), b_x)
-        b_to = increased(b_to, a_1, stored_sum(fragment, 1, sums[1], C))
-        return (b_o, b_to), (b_l, b_m, row_values[2] + step)
-
-
-@gluon.jit
-def finish(
-    EXCHANGE, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr, ADDED: gl.constexpr
-):  # fmt: skip
-    """With what others have handed over, or will have, but not what this fragment has begun with; ADDED, or else of a softmax."""
-    for program in range(work.since + work.resumed, work.until):
-        fragment = fragment_at(EXCHANGE, program, w, GROUPS, sums, row_values, C)
-        flags(fragment, sums, row_values, C, AWAIT)
-        if ADDED:
-            sums, row_values = plus(fragment, sums, row_values, C)
-        else:
-            sums, row_values = joined(fragment, sums, row_values, C)
-    return sums, row_values

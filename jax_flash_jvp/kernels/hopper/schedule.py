@@ -7,10 +7,10 @@ import triton
 
 from jax_flash_jvp.kernels.features import Features
 from jax_flash_jvp.kernels.hopper import config
+from jax_flash_jvp.kernels.hopper.adding import TILE
 from jax_flash_jvp.kernels.hopper.config import GROUP, OnePass, Ring
-from jax_flash_jvp.kernels.hopper.one_pass import TILE
-from jax_flash_jvp.kernels.hopper.one_pass_dual import STREAMED
-from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE, TOGETHER
+from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE, HEADS_SHARING_L2
+from jax_flash_jvp.kernels.hopper.step_one_pass_dual import STREAMED
 
 
 class Rounds(NamedTuple):
@@ -90,7 +90,7 @@ class Sweep:
 
     def _order_costs(self, dual: bool, blocks: int, rounds: int) -> float:
         """Of the time, expected: of the blocks of a head that begin together each is a tile behind the one before it."""
-        together = min(blocks, (self.multiprocessors or 1) / TOGETHER.value)
+        together = min(blocks, (self.multiprocessors or 1) / HEADS_SHARING_L2.value)
         tile = STREAMED.value if dual else TILE.value
         tiles = self.seen / tile * self.group * (1 if self.alike else 0.5)  # of a block
         return together / (rounds * tiles)
@@ -133,12 +133,12 @@ class Sweep:
         and two warpgroups may leave fewer multiprocessors without a block than three."""
         listed, documents = self.features.tiles.present, self.features.segments
         if not self.alike and not self.features.mask.present and (self.seen <= config.SHORT or documents):
-            ring = config.IN_SHORT_LOOPS.get(ring, ring)
+            ring = ring.in_short_loops
         if ring.groups == 3:
-            pair = config.WITH_TWO.get(ring, ring._replace(groups=2))
+            pair = ring.pair
             two, three = (self.rounds(r).time * r.groups for r in (pair, ring))
             few = self.kernel == "forward" and self.seen <= config.PAIR_UP_TO[self.alike]
-            other_tile = ring in config.WITH_TWO and not self.alike
+            other_tile = ring.two is not None and not self.alike
             if few or listed or other_tile or two * config.PAIR_FOR_THREE < three:
                 return pair
         return ring
@@ -155,7 +155,7 @@ class Sweep:
         concurrent = self.multiprocessors or blocks
         waves = max(1, blocks // concurrent // config.ROUNDS) if drifts and written > 1 else 1
         ahead = length <= config.AHEAD and (written > 1 or not drifts)
-        if self.counted and not self.alike and blocks > concurrent and ring not in config.STATIC:
+        if self.counted and not self.alike and blocks > concurrent and ring.counted:
             return Schedule(concurrent, concurrent, blocks, 0, "dynamic", ahead)
         share = self.rounds(ring).shared_tiles_per_program
         if share:

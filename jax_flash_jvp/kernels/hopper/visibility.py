@@ -13,7 +13,7 @@ words = gluon.jit(visibility.words.fn)
 # arrays that say what is seen, as far as there are any
 Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS RANGES TILES")
 # of a batch entry and query head: lengths, reach to both sides, the sizes of segments and mask, and these
-Sight = namedtuple("Sight", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS ranges mask blocks")
+MaskReader = namedtuple("MaskReader", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS ranges mask blocks")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
 Bounds = namedtuple("Bounds", "start first whole stop")
 # numbers of whole tiles, then of masked ones, and which these are: see `span`, or a list from `start` on
@@ -165,7 +165,7 @@ def selected(selection, i_b, i_h, ints, query_end, key_end, ROW: gl.constexpr, F
         RANGES_AXES: gl.constexpr = FEATURES.ranges
         size = i_b.to(gl.int64) * 0 + LQ * (2 * FEATURES.intervals)
         ranges = head_slice(ranges, i_b, i_h, ints, size, RANGES_AXES)
-    return Sight(query_end, key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, ranges, mask, blocks)
+    return MaskReader(query_end, key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, ranges, mask, blocks)
 
 
 @gluon.jit
@@ -355,7 +355,7 @@ def bits(
 
 
 @gluon.jit
-def looked_up(
+def loaded_visibility(
     row, column, sight, T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """What is `visible`, as far as that takes loads: to be asked for before a product is waited for."""
@@ -383,7 +383,7 @@ def hide(
 
 
 @gluon.jit
-def until(b_x, end, T: gl.constexpr, LAYOUT: gl.constexpr):
+def zero_columns_from(b_x, end, T: gl.constexpr, LAYOUT: gl.constexpr):
     """[GROUP_ROWS, T], zeros in the columns from `end` on, which may hold anything."""
     o_c, o_x = column_numbers(T, LAYOUT)
     return gl.where(o_c < end - o_x, b_x, 0.0)

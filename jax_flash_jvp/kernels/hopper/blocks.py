@@ -1,0 +1,77 @@
+"""A block: which resident rows, and which tiles of streamed rows it visits."""
+
+from collections import namedtuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
+from jax_flash_jvp.kernels.hopper.programs import divided, item, own_block
+from jax_flash_jvp.kernels.hopper.visibility import Bounds, key_bounds, lengths, visits_of, within
+
+# an `item`: of the resident rows the number of the block, batch entry and head; of the streamed ones the first head and how
+# many; ends of queries and of keys, bounds of what is streamed
+Block = namedtuple("Block", "work i_block i_b i_a i_stream group query_end key_end bounds")
+
+
+@gluon.jit
+def tiles_in_all(ints, options):
+    """The tiles of a block, those that it does not visit included."""
+    if options.ROW:
+        return gl.cdiv(ints.LK, options.T)
+    else:
+        return gl.cdiv(ints.LQ, options.T) * ints.GROUP
+
+
+@gluon.jit
+def block_of(i, ints, selection, options):
+    """The i-th block.  ROW: its resident rows are queries, or else keys."""
+    T: gl.constexpr = options.T
+    ROW: gl.constexpr = options.ROW
+    FEATURES: gl.constexpr = options.FEATURES
+    ROWS: gl.constexpr = options.HEIGHT * GROUP_ROWS
+    HQ, GROUP, LQ, LK, left, right = ints.HQ, ints.GROUP, ints.LQ, ints.LK, ints.left, ints.right
+    HA = HQ if ROW else HQ // GROUP
+    work = item(i, ints, tiles_in_all(ints, options), FEATURES)
+    i_block, i_ba = own_block(work.block, ints, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
+    i_b, i_a = divided(i_ba, HA, ints.of_heads)
+    a_row = i_block * ROWS
+    query_end, key_end = lengths(i_b, ints, selection, FEATURES)
+    if ROW:
+        group = 1
+        i_stream = i_a // GROUP
+        start, first, whole, stop = key_bounds(a_row, ROWS, key_end, ints, FEATURES)
+    else:
+        group = GROUP
+        i_stream = i_a * GROUP
+        start = 0
+        first = 0
+        stop = query_end
+        # absent queries are rows of zeros
+        whole = query_end if FEATURES.query_lengths else query_end + T - 1
+        if FEATURES.right:
+            start = a_row - right
+            first = a_row + ROWS - 1 - right
+        if FEATURES.left:
+            whole = gl.minimum(whole, a_row + left + 1)
+            stop = gl.minimum(stop, a_row + ROWS + left)
+    if FEATURES.query_lengths if ROW else FEATURES.key_lengths:
+        if a_row >= (query_end if ROW else key_end):
+            stop = 0
+    return Block(work, i_block, i_b, i_a, i_stream, group, query_end, key_end, Bounds(start, first, whole, stop))
+
+
+@gluon.jit
+def visits_of_head(i_g, block, ints, selection, options):
+    """The tiles to visit for a query head, the i_g-th of a group."""
+    T: gl.constexpr = options.T
+    FEATURES: gl.constexpr = options.FEATURES
+    n_blocks = gl.cdiv(ints.LQ if options.ROW else ints.LK, options.HEIGHT * GROUP_ROWS)
+    n_tiles = gl.cdiv(ints.LK if options.ROW else ints.LQ, T)
+    i_h = block.i_a if options.ROW else block.i_stream + i_g
+    visits = visits_of(
+        selection, block.i_b, i_h, ints, block.i_block, n_blocks, n_tiles, block.bounds, T, options.HAS_MASKED, FEATURES
+    )  # fmt: skip
+    if FEATURES.shared:
+        visits = within(visits, block.work, i_g, block.group, not options.ROW)
+    return visits

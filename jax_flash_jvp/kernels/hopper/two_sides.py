@@ -1,0 +1,579 @@
+"""The backward and its tangent in two passes over the scores, one for each side: one body.
+
+A block is 64 resident rows for each of the GROUPS consumer warpgroups, or, where registers do not hold the sums of all columns,
+64 in all, of whose sums each warpgroup has a part of the columns (SPLIT).  It streams the other sequence; what it does with a
+tile of that say `step_plain.py` and, with tangents, `step_dual.py`.
+
+ROW says that the statistics (ℓ, μ, δ, δ̇) belong to the resident rows, as on the query side.  That takes the excess of the row
+sums of dS and ḋS off its results and, for the key side, off δ and δ̇ (README.md, "Rounding").  It may make the statistics too, ℓ
+in base 2, δ and δ̇ (`makes_statistics`): then o and ȯ of its rows come through the ring, before anything is streamed.
+Statistics of streamed rows come through shared memory, by the producer.
+"""
+
+from collections import namedtuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from jax_flash_jvp.kernels.hopper import step_dual, step_plain
+from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
+from jax_flash_jvp.kernels.hopper.handover import finish, hand_over, resume
+from jax_flash_jvp.kernels.hopper.products import (
+    GROUP_ROWS,
+    accumulated,
+    excess_of,
+    lane_layout,
+    log2_sum_exp,
+    mean_at,
+    over_lanes,
+    product_layout,
+    scaled,
+    settled,
+    store_rows,
+    summed_lanes,
+    sums,
+    unfolded,
+    width,
+    without_mean,
+    zeroed,
+)
+from jax_flash_jvp.kernels.hopper.programs import (
+    Integers,
+    aligned,
+    in_wave,
+    queue,
+)
+from jax_flash_jvp.kernels.hopper.ring import (
+    Cursor,
+    advance,
+    barriers,
+    copy_async,
+    described,
+    expect,
+    give_back,
+    inner,
+    load,
+    load_resident,
+    load_tile,
+    matrix,
+    resident_buffers,
+    rows_from,
+    slot_before,
+    tiles,
+    wait,
+)
+from jax_flash_jvp.kernels.hopper.skeleton import consume_blocks, produce_blocks, run
+from jax_flash_jvp.kernels.hopper.step import (
+    DELTA,
+    LSE2,
+    MU,
+    STAGES,
+    T_DELTA,
+    Statistics,
+    Sums,
+    columns_of,
+    tile_at_hand,
+)
+from jax_flash_jvp.kernels.hopper.visibility import (
+    Selection,
+    first_tile,
+    has_loop,
+    has_masked_tiles,
+    next_tile,
+    range_of,
+    selected,
+    tile_at,
+)
+
+# constants: HEIGHT is that of a block in rows of a warpgroup; USE_… of c, w and the tangents follow from which there are and what
+# is wanted; DEFERRED, LATE_DP: see `Features`; SUM_…: row sums of dS and of ḋS, where these are multiplied with keys or their
+# tangents, if keys have a part in common
+Options = namedtuple(
+    "Options",
+    "C T SLOTS GROUPS HEIGHT SPLIT BUFFERS ROW OUTPUTS PER_SLOT TURNS FEATURES HAS_MASKED USE_C USE_W USE_TA USE_TB "
+    "USE_TC USE_TE HAS_D_LSE HAS_TD_LSE WANT_A WANT_C WANT_TA WANT_TC DEFERRED LATE_DP SUM_DS SUM_TDS",
+)
+# what all warps are given
+Call = namedtuple("Call", "statistics results scale ints selection")
+Arrays = namedtuple("Arrays", "a c b e ta tc tb te o to")  # descriptors, of the parts of each
+# ℓ itself where they are to be made, then no δ; the cotangents of ℓ; of the keys of a head, and of their tangents, the mean, and
+# whether they have much in common
+StatisticArrays = namedtuple("StatisticArrays", "LSE2 MU DELTA T_DELTA D_LSE TD_LSE KEY_MEAN T_KEY_MEAN COMMON")
+# shared: resident rows, the ring, statistics of streamed rows, and the barriers of each
+Memory = namedtuple("Memory", "a c ta tc ring a_full a_empty full empty stats s_full s_empty turn queue")
+Results = namedtuple("Results", "DA DC TDA TDC EXCHANGE LSE2 DELTA T_DELTA")
+
+
+# ------------------------------------------------------------------------------------------------ the warp that loads
+
+
+@gluon.jit
+def load_all_resident(arrays, i_b, i_a, row, memory, a_at, options):
+    USE_C: gl.constexpr = options.USE_C
+    USE_TA: gl.constexpr = options.USE_TA
+    USE_TC: gl.constexpr = options.USE_TC
+    COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
+    for w in gl.static_range(options.HEIGHT):
+        i = a_at.slot * options.HEIGHT + w
+        bar = memory.a_full.index(i)
+        mbarrier.wait(memory.a_empty.index(i), a_at.phase)
+        expect(bar, COUNT, arrays.a)
+        load_resident(arrays.a, i_b, i_a, row, bar, memory.a, i, w)
+        if USE_C:
+            load_resident(arrays.c, i_b, i_a, row, bar, memory.c, i, w)
+        if USE_TA:
+            load_resident(arrays.ta, i_b, i_a, row, bar, memory.ta, i, w)
+        if USE_TC:
+            load_resident(arrays.tc, i_b, i_a, row, bar, memory.tc, i, w)
+
+
+@gluon.jit
+def stage_statistics(statistics, x, m_x, memory, s_at, options):
+    """Asynchronous.  Zeros for absent queries: their rows are zeros as well, so that a P of one adds nothing."""
+    stage = 4 * s_at.slot
+    copy_async(memory.stats.index(stage + LSE2), statistics.LSE2 + x, mask=m_x)
+    if options.USE_W:
+        copy_async(memory.stats.index(stage + MU), statistics.MU + x, mask=m_x)
+    if options.USE_C:
+        copy_async(memory.stats.index(stage + DELTA), statistics.DELTA + x, mask=m_x)
+    if options.WANT_TA:
+        copy_async(memory.stats.index(stage + T_DELTA), statistics.T_DELTA + x, mask=m_x)
+    async_copy.mbarrier_arrive(memory.s_full.index(s_at.slot), increment_count=False)
+    return advance(s_at, STAGES)
+
+
+@gluon.jit
+def load_outputs(arrays, i_b, i_a, row, memory, at, options):
+    """o, and ȯ where tangents are wanted: 64 rows of each for one warpgroup after the other."""
+    N: gl.constexpr = options.OUTPUTS
+    PER_SLOT: gl.constexpr = options.PER_SLOT
+    KINDS: gl.constexpr = N // options.HEIGHT
+    for I in gl.static_range(N):
+        bar = memory.full.index(at.slot)
+        if I % PER_SLOT == 0:
+            wait(memory.empty, at)
+            expect(bar, PER_SLOT if I + PER_SLOT <= N else N - I, arrays.o)
+        o = arrays.o if I % KINDS == 0 else arrays.to
+        load(
+            o, i_b, i_a, row + I // KINDS * GROUP_ROWS, bar, memory.ring, at.slot, I % PER_SLOT * GROUP_ROWS, GROUP_ROWS
+        )
+        if (I + 1) % PER_SLOT == 0 or I + 1 == N:
+            at = advance(at, options.SLOTS)
+    return at
+
+
+@gluon.jit
+def load_block(i, state, a_at, arrays, memory, call, options):
+    T: gl.constexpr = options.T
+    SLOTS: gl.constexpr = options.SLOTS
+    FEATURES: gl.constexpr = options.FEATURES
+    at, s_at = state
+    ints = call.ints
+    block = block_of(i, ints, call.selection, options)
+    i_b, i_a = block.i_b, block.i_a
+    a_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
+    # as in forward.py; o is of no use without d_o, which must not wait for slots that o takes
+    ROOM: gl.constexpr = options.OUTPUTS <= (SLOTS - 2) * options.PER_SLOT
+    AFTER: gl.constexpr = FEATURES.persistent and options.BUFFERS == 1 and ROOM
+    if options.OUTPUTS > 0:
+        at = load_outputs(arrays, i_b, i_a, a_row, memory, at, options)
+    if not AFTER:
+        load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
+    first = 1
+    for MASKED in gl.static_range(2):
+        if has_loop(MASKED, options.HAS_MASKED, FEATURES):
+            for i_g in range(block.group):
+                i_h = block.i_stream + i_g
+                visits = visits_of_head(i_g, block, ints, call.selection, options)
+                t_first, t_end = range_of(visits, MASKED)
+                for t in range(t_first, t_end):
+                    row = tile_at(t, visits, MASKED, FEATURES) * T
+                    if not options.ROW:
+                        o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([1], [32], [1], [0]))
+                        x = (i_b * ints.HQ + i_h).to(gl.int64) * ints.LQ + o_m
+                        wait(memory.s_empty, s_at)
+                        s_at = stage_statistics(call.statistics, x, o_m < block.query_end, memory, s_at, options)
+                    at = load_tile(arrays.b, arrays.tb, i_b, i_h, row, memory, at, T, SLOTS, options.USE_TB)
+                    at = load_tile(arrays.e, arrays.te, i_b, i_h, row, memory, at, T, SLOTS, options.USE_TE)
+                    if AFTER:
+                        if first == 1:
+                            load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
+                        first = 0
+    if AFTER and FEATURES.dynamic:
+        if first == 1:
+            load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
+    return at, s_at
+
+
+@gluon.jit
+def produce(arrays, memory, call, options):
+    produce_blocks(load_block, (Cursor(0, 1), Cursor(0, 1)), call.results.EXCHANGE, arrays, memory, call, options)
+
+
+# ------------------------------------------------------------------------------------------------ the warpgroups that multiply
+
+
+@gluon.jit
+def row_statistic(X, x, m_x, other: gl.constexpr):
+    return gl.expand_dims(gl.load(X + x, mask=m_x, other=other), 1)
+
+
+@gluon.jit
+def store_statistic(X, x, b_x, m_x):
+    gl.store(X + gl.expand_dims(x, 1), b_x, mask=gl.expand_dims(m_x, 1))
+
+
+@gluon.jit
+def summed_rows(b_r, b_tr, options):
+    """Of the row sums of dS and of ḋS those that there are."""
+    layout: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
+    rows = ()
+    if options.SUM_DS:
+        rows = rows + (summed_lanes(b_r, layout),)
+    if options.SUM_TDS:
+        rows = rows + (summed_lanes(b_tr, layout),)
+    return rows
+
+
+@gluon.jit
+def wanted(a, c, ta, tc, options):
+    """Those of the four that are."""
+    some = ()
+    if options.WANT_A:
+        some = some + (a,)
+    if options.WANT_C:
+        some = some + (c,)
+    if options.WANT_TA:
+        some = some + (ta,)
+    if options.WANT_TC:
+        some = some + (tc,)
+    return some
+
+
+@gluon.jit
+def all_four(some, zero, options):
+    """Of those, with zeros for the others."""
+    I_C: gl.constexpr = 1 if options.WANT_A else 0
+    I_TA: gl.constexpr = I_C + (1 if options.WANT_C else 0)
+    I_TC: gl.constexpr = I_TA + (1 if options.WANT_TA else 0)
+    a = some[0] if options.WANT_A else zero
+    c = some[I_C] if options.WANT_C else zero
+    ta = some[I_TA] if options.WANT_TA else zero
+    tc = some[I_TC] if options.WANT_TC else zero
+    return a, c, ta, tc
+
+
+@gluon.jit
+def statistics_of_outputs(i_w: gl.constexpr, at, own_rows, memory, options, LAYOUT: gl.constexpr):
+    """(rowsum(d_o∘o), rowsum(ḋ_o∘o + d_o∘ȯ)) of the rows of a warpgroup."""
+    N: gl.constexpr = options.OUTPUTS
+    PER_SLOT: gl.constexpr = options.PER_SLOT
+    KINDS: gl.constexpr = N // options.HEIGHT
+    delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
+    t_delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
+    c = matrix(memory.c, own_rows)
+    tc = matrix(memory.tc, own_rows)
+    for I in gl.static_range(N):
+        if I % PER_SLOT == 0:
+            wait(memory.full, at)
+        if I // KINDS == i_w % options.HEIGHT:
+            o = rows_from(matrix(memory.ring, at.slot), I % PER_SLOT * GROUP_ROWS, GROUP_ROWS)
+            if I % KINDS == 1:
+                t_delta += inner(c, o, LAYOUT)
+            else:
+                delta += inner(c, o, LAYOUT)
+                if options.USE_TC:
+                    t_delta += inner(tc, o, LAYOUT)
+        if (I + 1) % PER_SLOT == 0 or I + 1 == N:
+            give_back(memory.empty, at)
+            at = advance(at, options.SLOTS)
+    return delta, t_delta, at
+
+
+@gluon.jit
+def first_sums(block, w: gl.constexpr, results, options):
+    """Zeros, or what the loop over a fragment of the block goes on from."""
+    none = sums_of(w, options)
+    b_r = gl.zeros([GROUP_ROWS, 4], gl.float32, lane_layout())
+    b_tr = b_r
+    if options.FEATURES.shared:
+        some, rows = resume(
+            results.EXCHANGE, block.work, w, options.GROUPS, wanted(none, none, none, none, options),
+            summed_rows(b_r, b_tr, options), width(options.C, 0) if options.SPLIT else options.C,
+        )  # fmt: skip
+        b_da, b_dc, b_tda, b_tdc = all_four(some, none, options)
+        if options.SUM_DS:
+            b_r = over_lanes(rows[0])
+        if options.SUM_TDS:
+            b_tr = over_lanes(rows[len(rows) - 1])
+        return Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr)
+    else:
+        return Sums(none, none, none, none, b_r, b_tr)
+
+
+@gluon.jit
+def sums_of(w: gl.constexpr, options):
+    """Zeros for the columns of a warpgroup."""
+    if options.SPLIT:
+        return sums(width(options.C, w))
+    else:
+        return sums(options.C)
+
+
+@gluon.jit
+def statistics_of_rows(block, a_row, w: gl.constexpr, b_at, resident, common, memory, call, options):
+    """Of the queries of a warpgroup, if ROW: loaded, or made of o and ȯ; and the next slot of the ring."""
+    if not options.ROW:
+        return Statistics(0.0, 0.0, 0.0, 0.0, common, 1 / call.scale), b_at
+    else:
+        X, ints = call.statistics, call.ints
+        layout: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
+        o_a = a_row + gl.arange(0, GROUP_ROWS, layout=layout)
+        x = (block.i_b * ints.HQ + block.i_a).to(gl.int64) * ints.LQ + o_a
+        if options.OUTPUTS > 0:
+            b_lse = gl.load(X.LSE2 + x, mask=o_a < ints.LQ, other=-float("inf"))
+            b_delta, b_t_delta, b_at = statistics_of_outputs(w, b_at, resident, memory, options, layout)
+            lse2 = gl.expand_dims(log2_sum_exp(b_lse), 1)
+            if options.HAS_D_LSE:
+                b_delta -= gl.load(X.D_LSE + x, mask=o_a < ints.LQ, other=0.0)
+            if options.HAS_TD_LSE:
+                b_t_delta -= gl.load(X.TD_LSE + x, mask=o_a < ints.LQ, other=0.0)
+            delta, t_delta = gl.expand_dims(b_delta, 1), gl.expand_dims(b_t_delta, 1)
+        else:
+            lse2 = row_statistic(X.LSE2, x, o_a < ints.LQ, float("inf"))
+            delta = row_statistic(X.DELTA, x, o_a < ints.LQ, 0.0)
+            t_delta = delta
+            if options.WANT_TA:
+                t_delta = row_statistic(X.T_DELTA, x, o_a < ints.LQ, 0.0)
+        mu = delta
+        if options.USE_W:
+            mu = row_statistic(X.MU, x, o_a < ints.LQ, 0.0)
+        return Statistics(lse2, mu, delta, t_delta, common, 1 / call.scale), b_at
+
+
+@gluon.jit
+def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
+    T: gl.constexpr = options.T
+    ROW: gl.constexpr = options.ROW
+    FEATURES: gl.constexpr = options.FEATURES
+    s_l: gl.constexpr = product_layout(T)
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
+    step: gl.constexpr = step_dual.step if options.WANT_TA or options.WANT_TC else step_plain.step
+    b_at, s_at, tick = state
+    ints, selection = call.ints, call.selection
+    heads = ints.HQ if ROW else ints.HQ // ints.GROUP  # of resident rows
+    block = block_of(i, ints, selection, options)
+    a_row = (block.i_block * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
+    common = 0
+    if options.SUM_DS or options.SUM_TDS:
+        common = gl.load(call.statistics.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_stream)
+    sums = first_sums(block, w, call.results, options)
+    resident = a_at.slot * options.HEIGHT + w % options.HEIGHT
+    mbarrier.wait(memory.a_full.index(resident), a_at.phase)
+    of_rows, b_at = statistics_of_rows(block, a_row, w, b_at, resident, common, memory, call, options)
+    no_ds = gl.zeros([GROUP_ROWS, T], memory.a[0].dtype, s_l)
+    for MASKED in gl.static_range(2):
+        if has_loop(MASKED, options.HAS_MASKED, FEATURES):
+            for i_g in range(block.group):
+                visits = visits_of_head(i_g, block, ints, selection, options)
+                i_h = block.i_a if ROW else block.i_stream + i_g
+                sight = selected(selection, block.i_b, i_h, ints, block.query_end, block.key_end, ROW, FEATURES)
+                t_first, t_end = range_of(visits, MASKED)
+                last = gl.convert_layout(no_ds, p_l)  # there is no tile before the first
+                upcoming = first_tile(visits, MASKED, FEATURES)
+                for t in range(t_first, t_end):
+                    j, upcoming = next_tile(t, upcoming, visits, MASKED, FEATURES)
+                    place = (a_row, j, t, t_first, tick)
+                    tile = tile_at_hand(place, sight, b_at, s_at, resident, memory, MASKED, options)
+                    sums, last, b_at, s_at = step(tile, of_rows, sums, last, w, memory, call.scale, MASKED, options)
+                    tick += 1
+                if options.DEFERRED:
+                    if t_first < t_end:
+                        sums = with_last_product(sums, last, b_at, w, memory, options)
+    mbarrier.arrive(memory.a_empty.index(resident), count=1)
+    # worked out again, where the loop has no registers for it
+    again = i if options.C <= 64 and not FEATURES.shared else unfolded(i, tick)
+    write_block(again, heads, block.query_end if ROW else block.key_end, w, sums, of_rows, call, options)
+    return b_at, s_at, tick
+
+
+@gluon.jit
+def with_last_product(sums, ds, b_at, w: gl.constexpr, memory, options):
+    """The sums with the product of the last tile's ḋS, or else of its dS, with b, which is then given back."""
+    b_da, b_dc, b_tda, b_tdc, b_r, b_tr = sums
+    slot = slot_before(b_at, 2, options.SLOTS)
+    b = columns_of(slot, w, memory, options)
+    if options.WANT_TA:
+        b_tda = accumulated(ds, b, b_tda)
+        b_tda, ds = settled(b_tda, ds)
+    else:
+        b_da = accumulated(ds, b, b_da)
+        b_da, ds = settled(b_da, ds)
+    mbarrier.arrive(memory.empty.index(slot), count=1)
+    return Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr)
+
+
+@gluon.jit
+def write_block(i, heads, end, w: gl.constexpr, sums, of_rows, call, options):
+    """Writes what a warpgroup has summed, or hands it over, if another program ends the block."""
+    FEATURES: gl.constexpr = options.FEATURES
+    FIRST: gl.constexpr = w if options.SPLIT else 0  # part of the columns
+    WIDEST: gl.constexpr = width(options.C, 0) if options.SPLIT else options.C
+    ints, results = call.ints, call.results
+    block = block_of(i, ints, call.selection, options)
+    a_row = (block.i_block * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
+    o_a = a_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, product_layout(options.T)))
+    gradients = wanted(sums.da, sums.dc, sums.tda, sums.tdc, options)
+    rows = summed_rows(sums.r, sums.tr, options)
+    if FEATURES.shared:
+        gradients, rows = finish(results.EXCHANGE, block.work, w, options.GROUPS, gradients, rows, WIDEST, True)
+    if block.work.handed_over:
+        if FEATURES.shared:
+            hand_over(results.EXCHANGE, in_wave(ints, FEATURES), w, options.GROUPS, gradients, rows, WIDEST)
+    else:
+        if options.ROW:
+            gradients = corrected(gradients, rows, of_rows, block, a_row, o_a, w, call, options)
+        store_gradients(gradients, block, heads, end, a_row, o_a, FIRST, call, options)
+
+
+@gluon.jit
+def corrected(gradients, rows, of_rows, block, a_row, o_a, w: gl.constexpr, call, options):
+    """dQ and ḋQ without what rounding adds to rows of dS and ḋS: README.md, "Rounding".  Writes δ and δ̇ with it."""
+    C: gl.constexpr = options.C
+    FIRST: gl.constexpr = w if options.SPLIT else 0
+    X, ints, results = call.statistics, call.ints, call.results
+    x = (block.i_b * ints.HQ + block.i_a).to(gl.int64) * ints.LQ + o_a
+    mean = mean_at(block.i_b, block.i_a, block.i_stream, a_row, ints, C, options.FEATURES)
+    b_da, b_dc, b_tda, b_tdc = all_four(gradients, sums_of(w, options), options)
+    delta, t_delta = of_rows.delta, of_rows.t_delta
+    if options.SUM_DS:
+        if of_rows.common:
+            excess = excess_of(rows[0], of_rows.lse2, X.D_LSE, x, o_a < ints.LQ, options.HAS_D_LSE)
+            delta += gl.expand_dims(excess, 1)
+            if options.WANT_A:
+                b_da = without_mean(b_da, excess, X.KEY_MEAN, mean, C, FIRST)
+            if options.WANT_TA and options.USE_TB:
+                b_tda = without_mean(b_tda, excess, X.T_KEY_MEAN, mean, C, FIRST)
+    if options.SUM_TDS:
+        if of_rows.common:
+            excess = excess_of(rows[len(rows) - 1], of_rows.lse2, X.TD_LSE, x, o_a < ints.LQ, options.HAS_TD_LSE)
+            t_delta += gl.expand_dims(excess, 1)
+            b_tda = without_mean(b_tda, excess, X.KEY_MEAN, mean, C, FIRST)
+    if FIRST == 0:
+        store_statistic(results.DELTA, x, delta, o_a < ints.LQ)
+        if options.WANT_TA:
+            store_statistic(results.T_DELTA, x, t_delta, o_a < ints.LQ)
+        if options.OUTPUTS > 0:
+            store_statistic(results.LSE2, x, of_rows.lse2, o_a < ints.LQ)
+    return wanted(b_da, b_dc, b_tda, b_tdc, options)
+
+
+@gluon.jit
+def store_gradients(gradients, block, heads, end, a_row, o_a, FIRST: gl.constexpr, call, options):
+    ints, results = call.ints, call.results
+    length = ints.LQ if options.ROW else ints.LK
+    r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
+    arrays = wanted(results.DA, results.DC, results.TDA, results.TDC, options)
+    scales = wanted(call.scale, 1.0, call.scale, 1.0, options)
+    for I in gl.static_range(len(gradients)):
+        b_x = scaled(gradients[I], gl.full([GROUP_ROWS], scales[I], gl.float32, r_l))
+        if options.FEATURES.query_lengths if options.ROW else options.FEATURES.key_lengths:
+            b_x = zeroed(b_x, o_a >= end)
+        store_rows(arrays[I], block.i_b, block.i_a, heads, a_row, length, b_x, options.C, FIRST)
+
+
+@gluon.jit
+def consume(w: gl.constexpr, memory, call, options):
+    consume_blocks(w, compute_block, (Cursor(0, 0), Cursor(0, 0), 0), memory, call, options)
+
+
+@gluon.jit
+def program(arrays, call, options):
+    """Its shared memory, its warps."""
+    GROUPS: gl.constexpr = options.GROUPS
+    TURNS: gl.constexpr = options.TURNS
+    RESIDENT: gl.constexpr = options.HEIGHT * options.BUFFERS
+    a_s = tiles(arrays.a, RESIDENT)
+    c_s = tiles(arrays.c, RESIDENT) if options.USE_C else a_s
+    ta_s = tiles(arrays.ta, RESIDENT) if options.USE_TA else a_s
+    tc_s = tiles(arrays.tc, RESIDENT) if options.USE_TC else a_s
+    ring = tiles(arrays.b, options.SLOTS, 2 if options.USE_TB or options.USE_TE else 1)
+    a_full = barriers(RESIDENT, 1)
+    a_empty = barriers(RESIDENT, GROUPS // options.HEIGHT)
+    full = barriers(options.SLOTS, 1)
+    empty = barriers(options.SLOTS, GROUPS)
+    # none that is not used: its memory would be given to others
+    turn = barriers(GROUPS, 1) if TURNS else full
+    stats = full
+    s_full = full
+    s_empty = full
+    if not options.ROW:
+        stats = gl.allocate_shared_memory(gl.float32, [4 * STAGES, options.T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        s_full = barriers(STAGES, 32)  # every lane of the producer
+        s_empty = barriers(STAGES, GROUPS)
+    if TURNS:
+        mbarrier.arrive(turn.index(0), count=1)
+    fence_async_shared()
+    numbers = queue(GROUPS) if options.FEATURES.dynamic else full
+    memory = Memory(a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn, numbers)
+    run(consume, produce, arrays, memory, call, options)
+
+
+@gluon.jit(do_not_specialize_on_alignment=Integers._fields)
+def backward(
+    a_d, c_d, b_d, e_d, ta_d, tc_d, tb_d, te_d, o_d, to_d, a_r, c_r, b_r, e_r, ta_r, tc_r, tb_r, te_r, o_r, to_r,
+    MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES,
+    LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON,
+    scale, n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
+    of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
+    DA, DC, TDA, TDC, EXCHANGE, LSE2_OUT, DELTA_OUT, T_DELTA_OUT,
+    C: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr,
+    ROW: gl.constexpr, TURNS: gl.constexpr, FEATURES: gl.constexpr, RAGGED: gl.constexpr,
+    HAS_TA: gl.constexpr, HAS_TB: gl.constexpr, HAS_TC: gl.constexpr, HAS_TE: gl.constexpr,
+    HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr,
+    WANT_A: gl.constexpr, WANT_C: gl.constexpr, WANT_TA: gl.constexpr, WANT_TC: gl.constexpr,
+):  # fmt: skip
+    USE_C: gl.constexpr = WANT_A or WANT_TA
+    USE_W: gl.constexpr = (HAS_TA or HAS_TB) and (WANT_TA or WANT_TC)
+    USE_TA: gl.constexpr = HAS_TA and USE_W
+    USE_TB: gl.constexpr = HAS_TB and USE_W
+    USE_TC: gl.constexpr = HAS_TC and WANT_TA
+    USE_TE: gl.constexpr = HAS_TE and (WANT_TA or WANT_TC)
+    # 64 rows of o and of ȯ, so many times for a block, so many in a slot
+    OUTPUTS: gl.constexpr = HEIGHT * (2 if WANT_TA else 1) if FEATURES.makes_statistics else 0
+    PER_SLOT: gl.constexpr = T * (2 if USE_TB or USE_TE else 1) // GROUP_ROWS
+    PAIRS: gl.constexpr = SLOTS // (2 if USE_TB or USE_TE else 1)
+    RESIDENT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
+    BUFFERS: gl.constexpr = resident_buffers(RESIDENT * HEIGHT * GROUP_ROWS, SLOTS * T, C, FEATURES)
+    LQ, LK = aligned(LQ, LK, FEATURES)
+    # a tile's last product, of ḋS or else of dS with b, is issued with the next tile's scores: nobody waits for it alone
+    DEFERRED: gl.constexpr = FEATURES.deferred and (WANT_TA or (WANT_A and not WANT_TC))
+    LATE_DP: gl.constexpr = FEATURES.late_dp and USE_C  # dP is issued behind the softmax, which has its registers
+    gl.static_assert(not DEFERRED or PAIRS >= 4, "a tile is kept until e of the next is there")
+    gl.static_assert(not LATE_DP or not (WANT_TA or WANT_TC), "of gradients alone")
+    CORRECTED: gl.constexpr = ROW and (FEATURES.sees_all or FEATURES.row_means)
+    SUM_DS: gl.constexpr = CORRECTED and (WANT_A or (WANT_TA and USE_TB))
+    SUM_TDS: gl.constexpr = CORRECTED and WANT_TA
+    program(
+        Arrays(
+            described(a_d, a_r), described(c_d, c_r), described(b_d, b_r), described(e_d, e_r),
+            described(ta_d, ta_r), described(tc_d, tc_r), described(tb_d, tb_r), described(te_d, te_r),
+            described(o_d, o_r), described(to_d, to_r),
+        ),
+        Call(
+            StatisticArrays(LSE2, MU, DELTA, T_DELTA, D_LSE, TD_LSE, KEY_MEAN, T_KEY_MEAN, COMMON),
+            Results(DA, DC, TDA, TDC, EXCHANGE, LSE2_OUT, DELTA_OUT, T_DELTA_OUT), scale,
+            Integers(
+                n, HQ, GROUP, LQ, LK, left, right, n_whole, shared_tiles, concurrent,
+                of_blocks, of_heads, of_tiles, of_shared_tiles, of_together, of_rest,
+            ),
+            Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
+        ),
+        Options(
+            C, T, PAIRS, GROUPS, HEIGHT, HEIGHT < GROUPS, BUFFERS, ROW, OUTPUTS, PER_SLOT, TURNS, FEATURES,
+            has_masked_tiles(FEATURES, ROW, RAGGED), USE_C, USE_W, USE_TA, USE_TB, USE_TC, USE_TE, HAS_D_LSE, HAS_TD_LSE,
+            WANT_A, WANT_C, WANT_TA, WANT_TC, DEFERRED, LATE_DP, SUM_DS, SUM_TDS,
+        ),
+    )  # fmt: skip
