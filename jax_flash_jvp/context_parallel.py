@@ -189,8 +189,8 @@ def run(pair: Pair, name: str, problem: Problem, x: Operands, *args: Any, **stat
     if name == "backward":
         return _backward(pair, shards, (x, *args), [static["want"]])[0]
     if name == "backward_tangent":
-        y, cty, _, t = args
-        return _backward(pair, shards, (x, y, cty, t), [(False,) * len(x), static["want"]])[1]
+        y, cy, _, t = args
+        return _backward(pair, shards, (x, y, cy, t), [(False,) * len(x), static["want"]])[1]
     return _backward(pair, shards, (x, *args), [static["want"], static["want_tangent"]])
 
 
@@ -221,7 +221,7 @@ def _forward(pair: Pair, shards: Shards, x: Operands, *tx: Operands) -> Any:
 
 def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wants]) -> list[Operands]:
     """The wanted gradients, and if some may be wanted, their tangents."""
-    x, (_, lse), cy, *t = args
+    x, (_, lse), cy, *tangents = args
     of_rows = x.bias is not None and x.bias.shape[3] == 1  # the gradient of such a bias is that of ℓ, whatever the keys
     asked = [(*w[: DIFFERENTIABLE - 1], w[DIFFERENTIABLE - 1] and not of_rows) for w in wants]
     name, static = "backward", dict(want=asked[0])
@@ -249,7 +249,7 @@ def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wan
     of_columns = iter(collected)
     gradients = tree_unflatten(tree, [next(of_columns) if a is None else a for a in rows])
     if of_rows:
-        cotangents = [cy[1], t[0][2][1]] if t else [cy[1]]
+        cotangents = [d_lse for _, d_lse in (cy, *(tcy for _, _, tcy in tangents))]
         gradients = [
             g._replace(bias=_of_rows(c, lse, x.bias)) if want[DIFFERENTIABLE - 1] else g
             for g, c, want in zip(gradients, cotangents, wants, strict=True)

@@ -1,7 +1,8 @@
 """The attention family: which kernel is whose tangent and whose transpose.
 
-x are the operands, y = (o, ℓ) the results; tx and ty = (ȯ, μ) their tangents; cy = (G, g) and cty = (H, h) the cotangents
-of y and ty.  The derivation stands in kernels/README.md.
+x are the operands, y = (o, ℓ) the results, cy the cotangents of y, dx the gradients of x; tx, ty = (ȯ, μ), tcy and tdx are the
+tangents of these.  The kernels and PyTorch's operators have the same names and order.  The derivation stands in
+kernels/README.md.
 
     kernel             of                         result     linear in    its tangent is         its transpose is
     forward            x                          y          value        forward_dual            backward
@@ -9,8 +10,10 @@ of y and ty.  The derivation stands in kernels/README.md.
     tangent            x, y, tx                   ty         tx           second                 backward
     second             x, tx, (y, ty), (ẋ, ṫx)    ẏ, ṫy      ẋ, ṫx        (reference)            backward_dual
     backward           x, y, cy                   dx         cy           backward_dual          tangent
-    backward_dual      x, y, cty, (tx, ty, cy)    dtx, dx    (tx, ty, cy) (reference)            tangent, backward_dual
-    backward_tangent   x, y, cty, dtx, (…)        dx         (tx, ty, cy) (reference)            tangent, backward_dual
+    backward_dual      x, y, cy, (tx, ty, tcy)    dx, tdx    (…)          (reference)            tangent, backward_dual
+    backward_tangent   x, y, cy, dx, (…)          tdx        (…)          (reference)            tangent, backward_dual
+
+cty are the cotangents of ty, and dtx the gradients of tx: only the transpose of `second` has both cy and cty.
 
 One convention holds throughout: y and ty are functions of x and tx.  A rule takes the tangents of y and ty as hints where
 it has them, gives y and ty zero cotangents, and x and tx total ones.
@@ -144,6 +147,8 @@ def tangent_transpose(x, y, *, wanted, cotangent, problem):
 
 @second.def_transpose
 def second_transpose(x, tx, out, *, wanted, cotangent, problem):
+    """The kernel is the tangent of the backward, and reverse mode takes it too, since mixed second derivatives commute: the
+    gradients for cty are those of tx, and their tangents along (tx, ty, cy) those of x."""
     (y, ty), (cy, cty), (want, want_t) = out, cotangent, map(_mask, wanted)
     if all_none(cty):
         return backward(x, y, cy, problem=problem, want=want), None
@@ -194,16 +199,16 @@ def backward_dce(args, used, *, problem, want):
 
 
 @backward_tangent.def_transpose
-def backward_tangent_transpose(x, y, cty, dtx, *, wanted, cotangent, problem, want):
-    """The linear map is (ẋ, Ġ) → tangent of backward(x, y, H): its transpose at c sends Ġ to tangent(c), and x to the
-    tangent along c of the gradient, by the symmetry of second derivatives."""
+def backward_tangent_transpose(x, y, cy, dx, *, wanted, cotangent, problem, want):
+    """The linear map is (tx, tcy) → tangent of backward(x, y, cy): its transpose at c has tangent(c) for tcy, and for tx the
+    tangent of the gradient along c, by the symmetry of second derivatives."""
     want_x, _, want_cy = wanted
     ty = tangent(x, y, cotangent, problem=problem)
-    dx = None
+    tdx = None
     if any(want_x):
         keep = dict(want=(False,) * len(x), want_tangent=_mask(want_x))
-        dx = backward_dual(x, y, cty, (cotangent, ty, (None, None)), problem=problem, **keep)[1]
-    return dx, None, tuple(t if w else None for t, w in zip(ty, want_cy, strict=True))
+        _, tdx = backward_dual(x, y, cy, (cotangent, ty, (None, None)), problem=problem, **keep)
+    return tdx, None, tuple(t if w else None for t, w in zip(ty, want_cy, strict=True))
 
 
 def _split_backward(static):

@@ -61,19 +61,19 @@ def _second(x, tx, _, t, *, problem):
     return jax.jvp(lambda x, tx: job(Operands(*x, *rest), Operands(*tx)), inputs, filled)[1]
 
 
-def _backward_tangent(x, y, cty, _, t, *, problem, want):
-    return _job("backward_dual", problem, x, y, cty, t, want=(False,) * len(want), want_tangent=want)[1]
+def _backward_tangent(x, y, cy, _, t, *, problem, want):
+    return _job("backward_dual", problem, x, y, cy, t, want=(False,) * len(want), want_tangent=want)[1]
 
 
-def _total_backward_dual(x, _, cty, t, *, problem, want, want_tangent):
+def _total_backward_dual(x, _, cy, t, *, problem, want, want_tangent):
     """With y and ty computed afresh from x and tx, so that it can be differentiated in them."""
-    tx, _, cy = t
+    tx, _, tcy = t
     y, ty = _job("forward_dual", problem, x, tx)
-    return _job("backward_dual", problem, x, y, cty, (tx, ty, cy), want=want, want_tangent=want_tangent)
+    return _job("backward_dual", problem, x, y, cy, (tx, ty, tcy), want=want, want_tangent=want_tangent)
 
 
-def _total_backward_tangent(x, _, cty, __, t, *, problem, want):
-    return _total_backward_dual(x, _, cty, t, problem=problem, want=(False,) * len(want), want_tangent=want)[1]
+def _total_backward_tangent(x, _, cy, __, t, *, problem, want):
+    return _total_backward_dual(x, _, cy, t, problem=problem, want=(False,) * len(want), want_tangent=want)[1]
 
 
 _REFERENCE: dict[str, Callable] = {
@@ -82,8 +82,8 @@ _REFERENCE: dict[str, Callable] = {
     "tangent": lambda x, y, tx, *, problem: _job("forward_dual", problem, x, tx)[1],
     "second": _second,
     "backward": lambda x, y, cy, *, problem, want: _job("backward", problem, x, y, cy, want=want),
-    "backward_dual": lambda x, y, cty, t, *, problem, want, want_tangent: _job(
-        "backward_dual", problem, x, y, cty, t, want=want, want_tangent=want_tangent
+    "backward_dual": lambda x, y, cy, t, *, problem, want, want_tangent: _job(
+        "backward_dual", problem, x, y, cy, t, want=want, want_tangent=want_tangent
     ),
     "backward_tangent": _backward_tangent,
     "total_backward_dual": _total_backward_dual,
@@ -144,8 +144,8 @@ _KERNELS: dict[str, Callable] = {
     "tangent": lambda launcher, problem, x, y, tx: jobs.tangent(launcher, problem, x, y[1], tx),
     "backward": jobs.backward,
     "backward_dual": jobs.backward_dual,
-    "backward_tangent": lambda launcher, problem, x, y, cty, _, t, want: jobs.backward_dual(
-        launcher, problem, x, y, cty, t, (False,) * len(want), want
+    "backward_tangent": lambda launcher, problem, x, y, cy, _, t, want: jobs.backward_dual(
+        launcher, problem, x, y, cy, t, (False,) * len(want), want
     )[1],
 }
 

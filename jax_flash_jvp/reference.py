@@ -416,19 +416,19 @@ def backward(x: Operands, y: tuple[Array, Array], cy: Pair, problem: Problem, wa
 def backward_dual(
     x: Operands,
     y: tuple[Array, Array],
-    cty: Pair,
-    t: tuple[Operands, Pair, Pair],
+    cy: Pair,
+    tangents: tuple[Operands, Pair, Pair],
     problem: Problem,
     want: tuple[bool, ...],
     want_tangent: tuple[bool, ...],
 ) -> tuple[Operands, Operands]:
-    """(dtx, dx): the gradients for the cotangents `cty` of y, and their tangents along t = (tx, ty, cy) of (x, y, cty).
+    """(dx, tdx): the gradients for the cotangents `cy` of y, and their tangents along `tangents` = (tx, ty, tcy) of (x, y, cy).
 
-    `want` selects from dtx, the gradients, and `want_tangent` from dx, their tangents.
+    `want` selects from dx, the gradients, and `want_tangent` from tdx, their tangents.
     """
-    (o, log_sum_exp), (tx, (t_o, mu), cy) = y, t
+    (o, log_sum_exp), (tx, (t_o, mu), tcy) = y, tangents
     queries, _ = inside_of(x)
-    (d_to, d_mu), (d_o, d_lse) = ((cut(a, queries), cut(b, queries, 2)) for a, b in (cty, cy))
+    (d_to, d_mu), (d_o, d_lse) = ((cut(a, queries), cut(b, queries, 2)) for a, b in (cy, tcy))
     x, tx = cut_operands(x, x), cut_operands(tx, x)
     delta = add(d_mu, minus_row_sum(d_to, o))
     t_delta = add(d_lse, minus_row_sum(d_o, o), minus_row_sum(d_to, t_o))

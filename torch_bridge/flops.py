@@ -21,22 +21,21 @@ def flops(name: str, *args: Any, **_: Any) -> int:
 
 def _products(name: str, given: dict[str, Any], want: Sequence[bool]) -> tuple[int, int]:
     """How many matrix products have the width of queries, and how many that of values: P and S are probabilities and scores."""
-    t_q, t_k, t_v, t_mask, d_o, d_to = (
-        given.get(n) is not None for n in ("t_q", "t_k", "t_v", "t_mask", "d_o", "d_to")
+    t_q, t_k, t_v, t_mask, d_o, t_d_o = (
+        given.get(n) is not None for n in ("t_q", "t_k", "t_v", "t_mask", "d_o", "t_d_o")
     )
     t_p = t_q or t_k or t_mask
     if not gives_gradients(name):
         output = name != "tangent"  # o = P v, of which ȯ = Ṗ v + P v̇ is the tangent, and ṡ = q̇ kᵀ + q k̇ᵀ that of scores
         return 1 + t_q + t_k, output + t_p + t_v
     wanted = dict(zip(OPERATORS[name].results, want, strict=True))
-    q, k, v, t_want_q, t_want_k, t_want_v = (wanted.get(n, False) for n in ("q", "k", "v", "t_q", "t_k", "t_v"))
-    d_s, d_t_s = q or k or wanted["mask"], t_want_q or t_want_k or wanted.get("t_mask", False)
-    of_x = d_s or v
-    scores = 1 + of_x * (t_q + t_k)
-    d_p = d_s * (d_o + d_to * t_v) + (d_s or d_t_s) * d_to  # d_o vᵀ + d_to v̇ᵀ, and d_to vᵀ
-    values = v * (d_o + d_to * t_p) + t_want_v * d_to  # Pᵀ d_o + Ṗᵀ d_to, and Pᵀ d_to
-    # dS k + dṠ k̇ and their like, and dṠ k and its like
-    return scores + q * (1 + t_k) + k * (1 + t_q) + t_want_q + t_want_k, d_p + values
+    d_q, d_k, d_v, t_d_q, t_d_k, t_d_v = (wanted.get(n, False) for n in ("q", "k", "v", "t_q", "t_k", "t_v"))
+    d_s, t_d_s = d_q or d_k or wanted["mask"], t_d_q or t_d_k or wanted.get("t_mask", False)
+    scores = 1 + (t_d_s or t_d_v) * (t_q + t_k)
+    d_p = (d_s or t_d_s) * d_o + t_d_s * (t_d_o + d_o * t_v)  # d_o vᵀ, and ḋ_o vᵀ + d_o v̇ᵀ
+    values = d_v * d_o + t_d_v * (t_d_o + d_o * t_p)  # Pᵀ d_o, and Pᵀ ḋ_o + Ṗᵀ d_o
+    # dS k and its like, and ḋS k + dS k̇ and their like
+    return scores + d_q + d_k + t_d_q * (1 + t_k) + t_d_k * (1 + t_q), d_p + values
 
 
 def _seen(is_causal: bool, options: str, queries: int, keys: int) -> int:

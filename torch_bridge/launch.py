@@ -213,7 +213,7 @@ def served(x) -> bool:
     return reason is None
 
 
-def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
+def run(launcher, name, case, x, tx=(None,) * 4, y=None, ty=None, cy=(None,) * 2, tcy=(None,) * 2, want=()):
     """The results of an operator; None for a gradient that is not wanted."""
     problem = case.problem
     (*rows, mask), (*t_rows, t_mask) = x, tx
@@ -236,11 +236,11 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
         if name in SELECTED and a is not None
     }
     x = x._replace(**selected)
-    y, ty, cy, cty = (
+    y, ty, cy, tcy = (
         a and (_by_length(launcher, _as(a[0], x.value)), a[1] if a[1] is None else launcher.contiguous(a[1]))
-        for a in (y, ty, cy, cty)
+        for a in (y, ty, cy, tcy)
     )
-    through_descriptors = (*x[:3], *t_x[:3], cy[0], cty[0], y and y[0], ty and ty[0])
+    through_descriptors = (*x[:3], *t_x[:3], cy[0], tcy[0], y and y[0], ty and ty[0])
     if any(a is not None and not _describable(a) for a in through_descriptors):
         logger.debug(
             "attention %s: TMA does not serve tensors whose strides or addresses are no multiples of 16 bytes", name
@@ -254,14 +254,13 @@ def run(launcher, name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2
         return _by_head(t_o), mu
     if name == "backward":
         return _gradients(jobs.backward(launcher, problem, x, y, cy, want))
-    # the tangent of the backward for the cotangents cty, whose tangents are cy
-    wanted, wanted_of_tx = want[:DIFFERENTIABLE], want[DIFFERENTIABLE:]
-    dtx, dx = jobs.backward_dual(launcher, problem, x, y, cty, (t_x, ty, cy), wanted_of_tx, wanted)
-    return [*_gradients(dx), *_gradients(dtx)]
+    wants = want[:DIFFERENTIABLE], want[DIFFERENTIABLE:]
+    dx, tdx = jobs.backward_dual(launcher, problem, x, y, cy, (t_x, ty, tcy), *wants)
+    return [*_gradients(dx), *_gradients(tdx)]
 
 
 def _gradients(d: Operands) -> list[torch.Tensor | None]:
-    """Of q, k, v and the mask."""
+    """Of q, k, v and the mask; or the tangents of these."""
     return [*(None if a is None else _by_head(a) for a in (d.query, d.key, d.value)), d.bias]
 
 

@@ -59,7 +59,7 @@ def _fold_forward_dual(info, in_dims, *args):
     of_x, of_tx, (of_selection, *others) = split("forward_dual", in_dims)
     if any(d is not None for d in (*of_x, of_selection)):
         return _fold("forward_dual", info, in_dims, *args)
-    dims = (*of_x, *of_tx, None, None, of_selection, *others)  # of `tangent`, which takes y too
+    dims = (*of_x, None, None, *of_tx, of_selection, *others)  # of `tangent`, which takes y too
     o, lse, ty, of_ty = _tangent_apart(partial(_fold, "tangent", info, dims), *args)
     return (o, lse, *ty), (None, None, *of_ty)
 
@@ -68,7 +68,7 @@ def _tangent_apart(tangent, *args):
     """forward_dual of many tangents at one point, as in jacfwd: one forward."""
     x, tx, static = split("forward_dual", args)
     y = ops.forward(*x, *static)
-    return *y, *tangent(*x, *tx, *y, *static)
+    return *y, *tangent(*x, *y, *tx, *static)
 
 
 for _name, _operator in OPERATORS.items():

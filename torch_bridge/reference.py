@@ -2,11 +2,11 @@
 
 Everywhere in this package, None being an absent mask, or a tangent or cotangent that is zero,
 
-    x = (q, k, v, mask)    y = (o, ℓ)    tx, ty = (ȯ, μ) are their tangents, cy, cty the cotangents of y and ty
+    x = (q, k, v, mask)    y = (o, ℓ)    cy the cotangents of y    tx, ty = (ȯ, μ), tcy are their tangents
     q, o [B, N, T, D]    k, v [B, K, S, D]    ℓ, μ [B, N, T]    mask [1|B, 1|N, 1|T, 1|S], boolean or added to scores
 
 A `Case` has what else a call depends on, and is not differentiated.  The formulas stand in `jax_flash_jvp/reference.py`.
-All is computed in float32, or float64 for float64, and every result from x, tx, cy and cty alone, so that PyTorch can
+All is computed in float32, or float64 for float64, and every result from x, tx, cy and tcy alone, so that PyTorch can
 differentiate it.
 """
 
@@ -30,13 +30,13 @@ class Case(NamedTuple):
     selection: Operands = Operands(None, None, None)  # lengths, segments and the seed
 
 
-def run(name, case, x, tx=(None,) * 4, cy=(None,) * 2, cty=(None,) * 2, y=None, ty=None, want=()):
+def run(name, case, x, tx=(None,) * 4, y=None, ty=None, cy=(None,) * 2, tcy=(None,) * 2, want=()):
     """The results of an operator, or more than these."""
     if name.startswith("backward"):
         want = [*want, *[False] * (len(GRADIENTS) - len(want))]
         if case.problem.partial:
-            return backward_dual_of_part(x, tx, cy, cty, y, ty or (None, None), case, want)
-        return backward_dual(x, tx, cy, cty, case, want)
+            return backward_dual_of_part(x, tx, cy, tcy, y, ty or (None, None), case, want)
+        return backward_dual(x, tx, cy, tcy, case, want)
     o, lse, t_o, mu = forward_dual(x, tx, case)
     return [t_o, mu] if name == "tangent" else [o, lse, t_o, mu]
 
@@ -47,14 +47,14 @@ def forward_dual(x, tx, case):
     return _sweep(_forward_dual, case, (*x, *tx), OUTPUTS, (like, None, like, None))
 
 
-def backward_dual(x, tx, cy, cty, case, want):
-    """The wanted gradients of x, then of tx; the others None."""
-    return _sweep(partial(_backward_dual, want), case, (*x, *tx, *cy, *cty), GRADIENTS, (*x, *x))
+def backward_dual(x, tx, cy, tcy, case, want):
+    """The wanted gradients of x, then their tangents; the others None."""
+    return _sweep(partial(_backward_dual, want), case, (*x, *tx, *cy, *tcy), GRADIENTS, (*x, *x))
 
 
-def backward_dual_of_part(x, tx, cy, cty, y, ty, case, want):
+def backward_dual_of_part(x, tx, cy, tcy, y, ty, case, want):
     """What a part of the keys adds to the gradients, wide, from the y and ty of all keys."""
-    inputs = (*x, *tx, *cy, *cty, *y, *ty)
+    inputs = (*x, *tx, *cy, *tcy, *y, *ty)
     return _sweep(partial(_backward_dual, want), case, inputs, GRADIENTS, (None,) * len(GRADIENTS), OF_PART)
 
 
@@ -67,10 +67,10 @@ def backward_dual_vjp(inputs, cotangents, case, want, moving):
 # ------------------------------------------------------------------------------------------------ blocks of queries
 
 
-# of x, tx, cy, cty, and of cotangents like x and tx: each by what it is like
+# of x, tx, cy, tcy, and of cotangents like x and tx: each by what it is like
 OF_KEYS, OF_SCORES = ("k", "v"), ("mask",)
 GRADIENTS = ("q", "k", "v", "mask") * 2
-OUTPUTS, COTANGENTS = ("o", "lse", "t_o", "mu"), ("d_o", "d_lse", "d_to", "d_mu")
+OUTPUTS, COTANGENTS = ("o", "lse", "t_o", "mu"), ("d_o", "d_lse", "t_d_o", "t_d_lse")
 INPUTS = (*GRADIENTS, *COTANGENTS, *GRADIENTS)
 OF_PART = (*GRADIENTS, *COTANGENTS, *OUTPUTS)
 
@@ -303,29 +303,29 @@ def _score_tangents(case, u, q, k, t_q, t_k, t_mask):
     return t_x, _add(_under_cap(t_x, u), t_mask)
 
 
-def _backward_dual(want, case, at, q, k, v, mask, t_q, t_k, t_v, t_mask, d_o, d_lse, d_to, d_mu, *final):
+def _backward_dual(want, case, at, q, k, v, mask, t_q, t_k, t_v, t_mask, d_o, d_lse, t_d_o, t_d_lse, *final):
     inputs = (q, k, v, mask, t_q, t_k, t_v, t_mask)
     probabilities = _probabilities_of_part if final else _probabilities
     p, w, o, _, t_o, _, kept, u, t_x = probabilities(case, at, *inputs, *final)
-    delta = _add(_row_sum(d_to, o), None if d_mu is None else -d_mu[..., None])
-    t_delta = _add(_row_sum(d_o, o), _row_sum(d_to, t_o), None if d_lse is None else -d_lse[..., None])
-    hv = _add(_thinned(_outer(d_to, v), kept), _times(-1, delta))
-    d_ts = _times(p, hv)
-    through_v = _thinned(_add(_outer(d_o, v), _outer(d_to, t_v)), kept)
-    d_s = _times(p, _add(_times(hv, w), through_v, _times(-1, t_delta)))
-    d_tx, d_x = _under_cap(d_ts, u), _under_cap(d_s, u)  # of the products, under the cap
+    delta = _add(_row_sum(d_o, o), None if d_lse is None else -d_lse[..., None])
+    t_delta = _add(_row_sum(t_d_o, o), _row_sum(d_o, t_o), None if t_d_lse is None else -t_d_lse[..., None])
+    d_p = _add(_thinned(_outer(d_o, v), kept), _times(-1, delta))
+    t_d_p = _add(_thinned(_add(_outer(t_d_o, v), _outer(d_o, t_v)), kept), _times(-1, t_delta))
+    d_s = _times(p, d_p)
+    t_d_s = _times(p, _add(_times(d_p, w), t_d_p))
+    d_x, t_d_x = _under_cap(d_s, u), _under_cap(t_d_s, u)  # of the products, under the cap
     if u is not None:
-        d_x = _add(d_x, _times(d_tx, _times(-2 / case.problem.soft_cap * u, t_x)))
+        t_d_x = _add(t_d_x, _times(d_x, _times(-2 / case.problem.soft_cap * u, t_x)))
     scale, p_kept = case.problem.scale, _thinned(p, kept)
     gradients = (
-        lambda: _times(scale, _add(_onto_rows(d_x, k), _onto_rows(d_tx, t_k))),
-        lambda: _times(scale, _add(_onto_columns(d_x, q, k), _onto_columns(d_tx, t_q, k))),
-        lambda: _add(_onto_columns(p_kept, d_o, v), _onto_columns(_times(p_kept, w), d_to, v)),
+        lambda: _times(scale, _onto_rows(d_x, k)),
+        lambda: _times(scale, _onto_columns(d_x, q, k)),
+        lambda: _onto_columns(p_kept, d_o, v),
         lambda: d_s if d_s is None else d_s.sum_to_size(*mask.shape),
-        lambda: _times(scale, _onto_rows(d_tx, k)),
-        lambda: _times(scale, _onto_columns(d_tx, q, k)),
-        lambda: _onto_columns(p_kept, d_to, v),
-        lambda: d_ts if d_ts is None else d_ts.sum_to_size(*mask.shape),
+        lambda: _times(scale, _add(_onto_rows(t_d_x, k), _onto_rows(d_x, t_k))),
+        lambda: _times(scale, _add(_onto_columns(t_d_x, q, k), _onto_columns(d_x, t_q, k))),
+        lambda: _add(_onto_columns(p_kept, t_d_o, v), _onto_columns(_times(p_kept, w), d_o, v)),
+        lambda: t_d_s if t_d_s is None else t_d_s.sum_to_size(*mask.shape),
     )
     return [gradient() if w else None for gradient, w in zip(gradients, want, strict=True)]
 

@@ -213,9 +213,9 @@ class _Results:
             self._of_rows()
 
     def _of_rows(self) -> None:
-        """The gradient of a mask that is the same for all keys is that of ℓ, and its tangent's that of μ."""
+        """The gradient of a mask that is the same for all keys is that of ℓ, and so are their tangents."""
         given = self.call.tensors
-        for name, cotangent in (("mask", "d_lse"), ("t_mask", "d_mu")) if self.call.want else ():
+        for name, cotangent in (("mask", "d_lse"), ("t_mask", "t_d_lse")) if self.call.want else ():
             if name in self.wanted and given.get(cotangent) is not None:
                 d = given[cotangent].masked_fill(given["lse"] == -torch.inf, 0)
                 self.sums[name] = d[..., None].sum_to_size(given["mask"].shape)

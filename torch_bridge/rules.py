@@ -48,7 +48,7 @@ VECTORIZED = (
 
 
 def _halves(both):
-    """What is of y, or of x, and what is of its tangents."""
+    """What is of y, or of x, or a gradient, and what is of its tangents."""
     n = len(both) // 2
     return both[:n], both[n:]
 
@@ -216,9 +216,18 @@ def _forward(*args, below=_below):
         return _pack(*_halves(_dual(px, tx, static, kept=x)))
 
     def pullback(x, y, kept, cy, wanted):
-        return _from_above("backward", *x, *cy, *y, *static, _differentiable(x, wanted))
+        return _from_above("backward", *x, *y, *cy, *static, _differentiable(x, wanted))
 
     return _record(pullback, below("forward", *args), x)
+
+
+def _reverse_of_dual(backward_dual, x, y, tx, ty, cy, cty, static, want):
+    """The gradients of x and tx for the cotangents cy of y and cty of ty.  The operator is the tangent of the backward, and
+    reverse mode takes it too, since mixed second derivatives commute: the gradients for cty are those of tx, and their
+    tangents along (tx, ty, cy) those of x."""
+    of_x, of_tx = _halves(want)
+    dtx, dx = _halves(backward_dual(*x, *y, *cty, *tx, *ty, *cy, *static, [*of_tx, *of_x]))
+    return *dx, *dtx
 
 
 def _dual(x, tx, static, kept=(), below=_below):
@@ -233,8 +242,8 @@ def _dual(x, tx, static, kept=(), below=_below):
         if _some(_unpack(kept)[1]):
             x, y = kept, _pack(y, ty)
         if _some(cty):
-            return _from_above("backward_dual", *x, *tx, *cy, *cty, *y, *ty, *static, want)
-        return *_from_above("backward", *x, *cy, *y, *static, _halves(want)[0]), *NONE
+            return _reverse_of_dual(partial(_from_above, "backward_dual"), x, y, tx, ty, cy, cty, static, want)
+        return *_from_above("backward", *x, *y, *cy, *static, _halves(want)[0]), *NONE
 
     return _record(pullback, below("forward_dual", *x, *tx, *static), (*x, *tx), kept)
 
@@ -246,63 +255,65 @@ def _forward_dual(*args, below=_below):
         return reference.forward_dual(x, tx, case_of(x[0], x[1], *static))
     if _some(dtx):
         y, ty = _halves(_dual(px, ptx, static))
-        return *y, *_pack(ty, ops.tangent(*px, *dtx, *y, *static), tx)
+        return *y, *_pack(ty, ops.tangent(*px, *y, *dtx, *static), tx)
     return _dual(x, tx, static, below=below)
 
 
 def _tangent(*args, below=_below):
-    x, tx, y, static = split("tangent", args)
+    x, y, tx, static = split("tangent", args)
     (px, dx), (ptx, dtx), (py, _) = _unpack(x), _unpack(tx), _unpack(y)
     if _some(dx):
         return _halves(reference.forward_dual(x, tx, case_of(x[0], x[1], *static)))[1]
     if _some(dtx):
-        return _pack(ops.tangent(*px, *ptx, *py, *static), ops.tangent(*px, *dtx, *py, *static), tx)
+        return _pack(ops.tangent(*px, *py, *ptx, *static), ops.tangent(*px, *py, *dtx, *static), tx)
 
     def pullback(inputs, ty, kept, cty, wanted):
-        x, tx, y, _ = split("tangent", inputs)
-        wanted_of_x, wanted_of_tx, _, _ = split("tangent", wanted)
+        x, y, tx, _ = split("tangent", inputs)
+        wanted_of_x, _, wanted_of_tx, _ = split("tangent", wanted)
         want, want_of_tx = _differentiable(x, wanted_of_x), _differentiable(tx, wanted_of_tx)
         if any(want):
-            flags = [*want, *want_of_tx]
-            return *ops.backward_dual(*x, *tx, None, None, *cty, *y, *ty, *static, flags), None, None
-        return *NONE, *ops.backward(*x, *cty, *y, *static, want_of_tx), None, None
+            both = [*want, *want_of_tx]
+            of_x, of_tx = _halves(_reverse_of_dual(ops.backward_dual, x, y, tx, ty, _NEITHER, cty, static, both))
+        else:
+            of_x, of_tx = NONE, ops.backward(*x, *y, *cty, *static, want_of_tx)
+        return *of_x, *_NEITHER, *of_tx
 
-    return _record(pullback, below("tangent", *args), (*x, *tx, *y))
+    return _record(pullback, below("tangent", *args), (*x, *y, *tx))
 
 
 def _backward(*args, below=_below):
-    x, cy, y, (*static, want) = split("backward", args)
+    x, y, cy, (*static, want) = split("backward", args)
     (px, tx), (pcy, tcy) = _unpack(x), _unpack(cy)
     py, ty = _unpack(y) if _some(tx) or _some(tcy) else (y, ())
     if _some(tx):
-        ty = ty if all(t is not None for t in ty) else ops.tangent(*px, *tx, *py, *static)
-        dx, dtx = _halves(ops.backward_dual(*px, *tx, *tcy, *pcy, *py, *ty, *static, [*want, *want]))
-        return _pack(dtx, dx, (*x, *cy))
+        ty = ty if all(t is not None for t in ty) else ops.tangent(*px, *py, *tx, *static)
+        dx, tdx = _halves(ops.backward_dual(*px, *py, *pcy, *tx, *ty, *tcy, *static, [*want, *want]))
+        return _pack(dx, tdx, (*x, *cy))
     if _some(tcy):
-        return _pack(ops.backward(*px, *pcy, *py, *static, want), ops.backward(*px, *tcy, *py, *static, want), cy)
+        return _pack(ops.backward(*px, *py, *pcy, *static, want), ops.backward(*px, *py, *tcy, *static, want), cy)
 
     def pullback(inputs, outputs, kept, c, wanted):
-        x, cy, y, _ = split("backward", inputs)
+        x, y, cy, _ = split("backward", inputs)
         tx = tuple(t if w else None for t, w in zip(c, want, strict=True))
-        ty, dx = ops.tangent(*x, *tx, *y, *static), NONE
+        ty, tdx = ops.tangent(*x, *y, *tx, *static), NONE
         wanted_of_x, _, _, _ = split("backward", wanted)
-        if any(wanted_of_x):
-            flags = [*_differentiable(x, wanted_of_x), *[False] * len(tx)]
-            dx, _ = _halves(ops.backward_dual(*x, *tx, None, None, *cy, *y, *ty, *static, flags))
-        return *dx, *ty, None, None
+        if any(wanted_of_x):  # the tangent of the gradient along c, as second derivatives are symmetric
+            tangents = [*[False] * len(x), *_differentiable(x, wanted_of_x)]
+            _, tdx = _halves(ops.backward_dual(*x, *y, *cy, *tx, *ty, *_NEITHER, *static, tangents))
+        return *tdx, *_NEITHER, *ty
 
-    return _record(pullback, below("backward", *args), (*x, *cy, *y))
+    return _record(pullback, below("backward", *args), (*x, *y, *cy))
 
 
 def _backward_dual(*args, below=_below):
     """The reference, with y and ty computed afresh."""
-    x, tx, cy, cty, _, _, (*static, want) = split("backward_dual", args)
-    inputs, (q, k, _, _) = (*x, *tx, *cy, *cty), x
+    x, _, cy, tx, _, tcy, (*static, want) = split("backward_dual", args)
+    inputs, (q, k, _, _) = (*x, *tx, *cy, *tcy), x
     case = partial(case_of, q, k, *static)
     if _some(_unpack(inputs)[1]):
-        results = reference.backward_dual(x, tx, cy, cty, case(), want)
+        results = reference.backward_dual(x, tx, cy, tcy, case(), want)
         absent = lambda like, wanted: torch.zeros_like(like) if wanted else q.new_empty(0)
-        of_each = zip(results, (*x, *x), want, strict=True)  # of x, then of tx, which are like x
+        of_each = zip(results, (*x, *x), want, strict=True)
         return tuple(absent(like, wanted) if a is None else a for a, like, wanted in of_each)
 
     def pullback(inputs, outputs, kept, cotangents, wanted):

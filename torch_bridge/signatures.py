@@ -2,11 +2,12 @@
 
     forward          x                         -> o, ℓ
     forward_dual     x, tx                     -> o, ℓ, ȯ, μ
-    tangent          x, tx, y                  -> ȯ, μ
-    backward         x, cy, y                  -> the gradients of x
-    backward_dual    x, tx, cy, cty, y, ty     -> the gradients of x, and of tx
+    tangent          x, y, tx                  -> ȯ, μ
+    backward         x, y, cy                  -> dx, the gradients of x
+    backward_dual    x, y, cy, tx, ty, tcy     -> dx, and its tangents tdx
 
-A gradient that is not wanted is an empty tensor: a fixed number of tensors is what every dispatch key handles.
+The names and the order are those of `jax_flash_jvp/differentiation.py`.  A gradient that is not wanted is an empty tensor: a
+fixed number of tensors is what every dispatch key handles.
 """
 
 import functools
@@ -19,11 +20,11 @@ from torch import Tensor
 
 GROUPS = {  # of tensors
     "x": ("q", "k", "v", "mask"),
-    "tx": ("t_q", "t_k", "t_v", "t_mask"),
-    "cy": ("d_o", "d_lse"),
-    "cty": ("d_to", "d_mu"),
     "y": ("o", "lse"),
+    "cy": ("d_o", "d_lse"),
+    "tx": ("t_q", "t_k", "t_v", "t_mask"),
     "ty": ("t_o", "mu"),
+    "tcy": ("t_d_o", "t_d_lse"),
 }
 REQUIRED = ("q", "k", "v", *GROUPS["y"], *GROUPS["ty"])  # the others may be None
 BIASES = ("mask", "t_mask")
@@ -34,7 +35,7 @@ WANT = STATIC + ", bool[] want"
 class Operator(NamedTuple):
     groups: tuple[str, ...]
     static: str  # what follows the tensors
-    results: tuple[str, ...]  # of the backward gradients, named like that of which they are
+    results: tuple[str, ...]  # of the backward gradients and their tangents, named like x and tx
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -49,9 +50,9 @@ class Operator(NamedTuple):
 OPERATORS = {
     "forward": Operator(("x",), STATIC + ", bool compiled=False", GROUPS["y"]),
     "forward_dual": Operator(("x", "tx"), STATIC, GROUPS["y"] + GROUPS["ty"]),
-    "tangent": Operator(("x", "tx", "y"), STATIC, GROUPS["ty"]),
-    "backward": Operator(("x", "cy", "y"), WANT, GROUPS["x"]),
-    "backward_dual": Operator(("x", "tx", "cy", "cty", "y", "ty"), WANT, GROUPS["x"] + GROUPS["tx"]),
+    "tangent": Operator(("x", "y", "tx"), STATIC, GROUPS["ty"]),
+    "backward": Operator(("x", "y", "cy"), WANT, GROUPS["x"]),
+    "backward_dual": Operator(("x", "y", "cy", "tx", "ty", "tcy"), WANT, GROUPS["x"] + GROUPS["tx"]),
 }
 
 
@@ -75,7 +76,7 @@ def gives_gradients(name: str) -> bool:
 
 
 def wants_bias(name: str, want: Sequence[bool]) -> bool:
-    """Is the gradient of a mask wanted, or of its tangent?"""
+    """Is the gradient of a mask wanted, or its tangent?"""
     return any(w and result in BIASES for result, w in zip(OPERATORS[name].results, want, strict=True))
 
 

@@ -64,6 +64,6 @@ def backward(launcher, problem, x, y, cy, want):
 
 
 def backward_dual(launcher, problem, x, y, cy, tangents, want, want_tangent):
-    """(the wanted gradients, the wanted tangents of the gradients) along tangents = (tx, ty, tcy)."""
+    """(the wanted gradients, the wanted tangents of the gradients) along tangents = (tx, ty, tcy) of (x, y, cy)."""
     family = _family("backward_dual", launcher, problem, x, cy[0] is not None)
     return family.backward_dual(launcher, problem, x, y, cy, tangents, want, want_tangent)

@@ -184,9 +184,9 @@ def test_kernels_of_a_part(case, dtype):
     for a, b in zip(y, jobs.forward(launcher, problem, *exact), strict=True):
         near(a, b)
     pairs = tuple((a.astype(dtype), b) for a, b in ((o, lse), (t_o, mu), (o + 1, lse / 2), (t_o - 1, mu + 1)))
-    (y, ty, cty, cy), wants = pairs, dict(want=want, want_tangent=want)
-    expected = jobs.backward_dual(launcher, problem, x, y, cty, (tx, ty, cy), **wants)
-    got = [jobs.backward_dual(launcher, partial, part(x, *p), y, cty, (part(tx, *p), ty, cy), **wants) for p in parts]
+    (y, ty, cy, tcy), wants = pairs, dict(want=want, want_tangent=want)
+    expected = jobs.backward_dual(launcher, problem, x, y, cy, (tx, ty, tcy), **wants)
+    got = [jobs.backward_dual(launcher, partial, part(x, *p), y, cy, (part(tx, *p), ty, tcy), **wants) for p in parts]
     assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype("float32")}
     for one, two, whole in zip(got[0], got[1], expected, strict=True):
         joined = (one.query + two.query, *(jnp.concatenate([a, b], 1) for a, b in zip(one[1:3], two[1:3], strict=True)))

@@ -179,8 +179,8 @@ def hopper(launcher, arrays, scale, dtype, feature, zeros=False):
     every = (True, True, True, False)
     got = jobs.backward(launcher, problem, x, (o, lse), (g, None), every)[:3]
     along = (tx, tuple(ty), (0 * g if zeros else None, None))
-    dtx, dx = jobs.backward_dual(launcher, problem, x, (o, lse), (g, None), along, every, every)
-    return dict(zip(HOPPER, (*got, *dx[:3], *dtx[:3]), strict=True))
+    dx, tdx = jobs.backward_dual(launcher, problem, x, (o, lse), (g, None), along, every, every)
+    return dict(zip(HOPPER, (*got, *tdx[:3], *dx[:3]), strict=True))
 
 
 HOPPER = ("dq", "dk", "dv", "dq of JVP", "dk of JVP", "dv of JVP", "dt_q", "dt_k", "dt_v")

@@ -269,22 +269,22 @@ def operands():
         "forward": (*inputs, *static),
         "forward-bias": (*SMALL, mask, *static),
         "forward_dual": (*inputs, *tangents, *static),
-        "tangent": (*inputs, *tangents, o, lse, *static),
-        "backward": (*inputs, t_o, None, o, lse, *static, [True, False, True, False]),
-        "backward-bias": (*SMALL, mask, t_o, mu, o, lse, *static, [True, True, True, True]),
+        "tangent": (*inputs, o, lse, *tangents, *static),
+        "backward": (*inputs, o, lse, t_o, None, *static, [True, False, True, False]),
+        "backward-bias": (*SMALL, mask, o, lse, t_o, mu, *static, [True, True, True, True]),
         "backward_dual": (
             *inputs,
-            *tangents,
-            o,
-            None,
-            t_o,
-            mu,
             o,
             lse,
             t_o,
             mu,
+            *tangents,
+            t_o,
+            mu,
+            o,
+            None,
             *static,
-            [True] * 3 + [False, True] + [False] * 3,
+            [True] + [False] * 3 + [True] * 3 + [False],
         ),
     }
 
@@ -324,7 +324,7 @@ def test_flops_are_counted(device):
     assert products(lambda: grad(both, tuple(range(6)))(*x, *tx)) == forward_dual + backward_dual
     assert products(lambda: grad(both, (0, 1, 2))(*x, *tx)) == forward_dual + backward_dual - (2 * 2 + 1)
     tangent_alone = lambda: ops.tangent(
-        *x, None, *tx, None, *ops.forward(*x, None, None, False, 1.0, ""), None, False, 1.0, ""
+        *x, None, *ops.forward(*x, None, None, False, 1.0, ""), *tx, None, None, False, 1.0, ""
     )
     assert products(tangent_alone) == forward + tangent
 
@@ -406,4 +406,4 @@ def test_gradients_of_what_is_fixed_are_not_computed():
         (gradient,) = torch.autograd.grad(sdpa(a, k, v, bias).sin().sum(), a, create_graph=True)
         torch.autograd.grad(gradient.sin().sum(), a)
     assert [name for name, _ in seen] == ["forward", "backward", "tangent", "backward_dual", "backward"]
-    assert [want for name, want in seen if "backward" in name] == [fixed, fixed + [False] * 4, fixed]
+    assert [want for name, want in seen if "backward" in name] == [fixed, [False] * 4 + fixed, fixed]

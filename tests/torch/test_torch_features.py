@@ -148,7 +148,7 @@ def test_kernels(case, record_property):
     x += [normal(1, x[0].shape[1], 1, S, seed=4).float() if mask is None else mask.float() if moving else mask]
     tx = [normal(*a.shape, seed=9).float() if a.is_floating_point() else None for a in x]
     o, lse, t_o, mu = reference.run("forward_dual", case, x, tx)
-    cy, cty = (
+    cy, tcy = (
         (normal(*o.shape, seed=5).float(), normal(*lse.shape, seed=6).float()),
         (normal(*o.shape, seed=7).float(), None),
     )
@@ -156,7 +156,7 @@ def test_kernels(case, record_property):
         forward_dual=dict(tx=tx),
         tangent=dict(tx=tx, y=(o, lse)),
         backward=dict(cy=cy, y=(o, lse), want=[True, True, True, moving]),
-        backward_dual=dict(tx=tx, cy=cy, cty=cty, y=(o, lse), ty=(t_o, mu), want=[True, True, True, moving] * 2),
+        backward_dual=dict(tx=tx, cy=cy, tcy=tcy, y=(o, lse), ty=(t_o, mu), want=[True, True, True, moving] * 2),
     )
     for name, groups in calls.items():
         got, want = (

@@ -155,7 +155,7 @@ CALLS = {
     "forward_dual": (dict(tx=True), (), 4, False),
     "tangent": (dict(tx=True, y=True), (), 2, False),
     "backward": (dict(cy=True, y=True), [True, True, True, False], 3, True),
-    "backward_dual": (dict(tx=True, cy=True, cty=True, y=True, ty=True), [True, True, True, False] * 2, 6, True),
+    "backward_dual": (dict(tx=True, cy=True, tcy=True, y=True, ty=True), [True, True, True, False] * 2, 6, True),
 }
 
 
@@ -167,7 +167,7 @@ def test_a_call_by_a_plan_allocates_its_results_and_one_piece_more(name):
     make = lambda seed: normal(1, 2, 17, 8, seed=seed, dtype=torch.float32).transpose(1, 2).contiguous().transpose(1, 2)
     statistic = torch.zeros(1, 2, 17)
     tensors = dict(
-        x=(*map(make, range(3)), None), tx=(*map(make, range(3, 6)), None), cy=(make(6), None), cty=(make(7), None),
+        x=(*map(make, range(3)), None), tx=(*map(make, range(3, 6)), None), cy=(make(6), None), tcy=(make(7), None),
         y=(make(8), statistic), ty=(make(9), statistic.clone()),
     )  # fmt: skip
     given = {group: tensors[group] for group in signatures.OPERATORS[name].groups if group == "x" or group in groups}

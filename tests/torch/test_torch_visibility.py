@@ -81,14 +81,14 @@ def jobs(x, mask, selection, options, launcher=None):
     tx = [normal(*a.shape, seed=9).float() for a in x]
     x, tx = [*x, mask], [*tx, None]
     o, lse, t_o, mu = reference.run("forward_dual", case, x, tx)
-    cy, cty = (
+    cy, tcy = (
         (normal(*o.shape, seed=5).float(), normal(*lse.shape, seed=6).float()),
         (normal(*o.shape, seed=7).float(), None),
     )
     want = [True, True, True, False]
     calls = dict(
         forward_dual=dict(tx=tx), backward=dict(cy=cy, y=(o, lse), want=want),
-        backward_dual=dict(tx=tx, cy=cy, cty=cty, y=(o, lse), ty=(t_o, mu), want=want * 2),
+        backward_dual=dict(tx=tx, cy=cy, tcy=tcy, y=(o, lse), ty=(t_o, mu), want=want * 2),
     )  # fmt: skip
     run = reference.run if launcher is None else lambda *args, **groups: launch.run(launcher, *args, **groups)
     return {name: [a for a in run(name, case, x, **groups) if a is not None] for name, groups in calls.items()}
