@@ -77,6 +77,15 @@ _TF32 = dict(  # up to head dim 128 within 99 KiB
     value_side_dual=((32, 32, 4, 2), (32, 16, 8, 2)),
     query_side_dual=((16, 32, 4, 2), (16, 16, 8, 2, 500, 255)),
 )
+_TF32_SM90 = dict(  # H200, 2026-11-28, Triton 3.6: B32 L256 H16 and B4 L1024 H12, at 64, 72 and 128 channels
+    forward=((64, 64, 4, 2), (128, 64, 8, 1), (128, 64, 8, 2), (32, 32, 8, 2)),
+    forward_dual=((32, 64, 4, 2, 100), (64, 64, 4, 1, 1000), (64, 32, 4, 1, 800), (16, 16, 4, 2, 300)),
+    key_side=((64, 128, 8, 1, 200), (64, 128, 8, 1, 500), (32, 128, 8, 1, 200), (16, 16, 8, 2)),
+    query_side=((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 1), (32, 16, 8, 2)),
+    key_side_dual=((32, 64, 4, 1, 1300), (16, 64, 4, 1, 700), (32, 64, 4, 1, 2600), None),
+    value_side_dual=((32, 64, 4, 1, 300), (32, 64, 4, 1, 600), (32, 16, 8, 2), None),
+    query_side_dual=((64, 32, 4, 1, 400), (64, 16, 4, 1, 300), (64, 32, 4, 1, 1100), None),
+)
 _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled over the head dim; then see `product`
     forward=((32, 32, 4, 1), (32, 32, 8, 2), (16, 16, 8, 2)),
     forward_dual=((32, 16, 4, 2), (16, 16, 8, 2, 1000), (16, 16, 8, 2, 800)),
@@ -102,7 +111,7 @@ _SCORE_SIDE: dict[str, dict] = {  # of the gradient of a bias; within 99 KiB but
 }
 _TABLES: dict[str, dict[int, dict]] = {
     "half": {80: _HALF_SM80, 86: _HALF_SM86, 90: _HALF_SM90, 100: _HALF_SM100},
-    "tf32": {80: _TF32, 86: {job: row[:2] for job, row in _TF32.items()}, 90: _TF32, 100: _TF32},
+    "tf32": {80: _TF32, 86: {job: row[:2] for job, row in _TF32.items()}, 90: _TF32_SM90, 100: _TF32},
     "ieee": dict.fromkeys((80, 86, 90, 100), _IEEE),
 }
 _LIKE = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100}  # other GPUs have little shared memory, like sm_86
@@ -138,7 +147,7 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
         return Tile(32, 32, 8, 2)  # on that for 64 channels the compiler of Triton 3.9 stops, on sm_90
     row = row_of(job, kind, int(target))
     column = column_of(row, head_dim)
-    return Tile(*row[column]) if column < len(row) else None
+    return Tile(*row[column]) if column < len(row) and row[column] else None
 
 
 def kind_of(dtype: str, precision: str) -> str:
