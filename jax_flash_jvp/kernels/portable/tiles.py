@@ -83,7 +83,7 @@ _TF32_SM90 = dict(  # H200, 2026-11-28, Triton 3.6: B32 L256 H16 and B4 L1024 H1
     key_side=((64, 128, 8, 1, 200), (64, 128, 8, 1, 500), (32, 128, 8, 1, 200), (16, 16, 8, 2)),
     query_side=((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 1), (32, 16, 8, 2)),
     key_side_dual=((32, 64, 4, 1, 1300), (16, 64, 4, 1, 700), (32, 64, 4, 1, 2600), None),
-    value_side_dual=((32, 64, 4, 1, 300), (32, 64, 4, 1, 600), (32, 16, 8, 2), None),
+    value_side_dual=((32, 32, 4, 2), (32, 64, 4, 1, 600), (32, 16, 8, 2), None),
     query_side_dual=((64, 32, 4, 1, 400), (64, 16, 4, 1, 300), (64, 32, 4, 1, 2500), None),
 )
 _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled over the head dim; then see `product`
