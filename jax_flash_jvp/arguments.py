@@ -235,6 +235,22 @@ def _asks_for_determinism(text: str) -> bool:
     return any(flags.get(name, "false").lower() in ("", "true", "1") for name in XLA_DETERMINISTIC)
 
 
+def warn_of_drift() -> None:
+    """That copies of the weights may differ where GPUs share a sequence: once, and not where XLA_FLAGS say otherwise."""
+    if jax.default_backend() == "gpu" and not xla_is_deterministic():
+        _warn_of_drift()
+
+
+@functools.cache
+def _warn_of_drift() -> None:
+    warnings.warn(
+        "several GPUs share a sequence, and XLA may add what they all compute in another order on each: their copies of the "
+        "weights can drift apart. Compile the training step with compiler_options={'xla_gpu_deterministic_ops': True}, or set "
+        "XLA_FLAGS=--xla_gpu_deterministic_ops=true, with which this is not said",
+        stacklevel=4,
+    )
+
+
 def precision() -> Precision:
     """Of float32 products in the kernels, from the matrix-product precision in force."""
     exact = ("highest", "float32", "f32_f32_f32")

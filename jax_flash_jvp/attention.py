@@ -21,6 +21,7 @@ from jax_flash_jvp.arguments import (
     seed_of,
     sinks_of,
     traced_scale,
+    warn_of_drift,
     window,
     with_all_axes,
     xla_is_deterministic,
@@ -357,6 +358,7 @@ def _shared(
     chosen = strategy_of(strategy, context.devices, x.key.shape[2], rows)
     if context.devices == 1:
         return problem, x, None
+    warn_of_drift()
     if chosen == "ulysses":
         return problem, by_heads(x, context), context
     if chosen == "all_gather":

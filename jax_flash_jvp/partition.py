@@ -26,6 +26,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
+from jax_flash_jvp.arguments import warn_of_drift
 from jax_flash_jvp.context import Context, strategy_of
 from jax_flash_jvp.exchange import by_heads, by_sequence
 from jax_flash_jvp.kernel_primitive import float64_if
@@ -192,6 +193,7 @@ def _in_context(on_one: Callable, problem: Problem, args: Any, spread: Spread, d
     places = lambda args: (_placed(args[0], spread.get("heads", ())), *args[1:])
     if not sequence:
         return lambda *args: on_one(problem, *places(args))
+    warn_of_drift()
     context = Context(sequence, devices["query"], "ring" if "key" in spread else "rows")
     of_rows = [
         name

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import oracle
 from jax_flash_jvp import (
+    arguments,
     dot_product_attention,
     launch,
     reorder_zigzag,
@@ -225,6 +227,30 @@ def test_strategies(strategy, devices, order):
     options = dict(is_causal=True)
     got = shared(devices, order, context_strategy=strategy, **options)
     check(all_orders, got, functools.partial(dot_product_attention, **options), operands(16))
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_deterministic_ops=true"])
+@pytest.mark.parametrize("under_jit", [False, True])
+def test_gpus_that_share_a_sequence_are_warned_of_once(flags, under_jit, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    arguments._warn_of_drift.cache_clear()
+    q, *_ = operands(16)
+
+    def call():
+        if not under_jit:
+            return shared(2, "contiguous")(q, q, q)
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+        q_ = jax.device_put(q, jax.NamedSharding(mesh, PartitionSpec(None, "x")))
+        return jax.jit(lambda q: dot_product_attention(q, q, q))(q_)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+        jax.clear_caches()
+        call()
+    said = [w for w in caught if "can drift apart" in str(w.message)]
+    assert len(said) == (0 if flags else 1)
 
 
 def test_eight_devices(computed):
