@@ -131,7 +131,7 @@ def _sweep(f, case, inputs, names, likes, given=INPUTS):
         wide.append(a if name in OF_SCORES else _cut(a, outside[name in OF_KEYS]))
     results = [[] for _ in likes]
     for of_block in blocks(case, q, k, mask, ON_CPU if q.device.type == "cpu" else BLOCK):
-        seen = _Seen(of_block, keys, q.device)
+        seen = _Seen(of_block, keys, k.device)
         block = []
         for name, a in zip(given, wide, strict=True):
             rows = a if a is None or not _has_rows(case, name, mask) else a[:, :, of_block.first : of_block.last]
