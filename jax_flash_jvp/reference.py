@@ -307,7 +307,7 @@ def cut_operands(operands: Operands, x: Operands) -> Operands:
 def inside_of(x: Operands) -> tuple[Array | None, Array | None]:
     """Which queries [1|B, T] see a key, and which keys [1|B, S] a query sees, as far as lengths and ranges tell; None: all."""
     queries, keys = (
-        None if lengths is None else np.arange(a.shape[1], dtype=np.int32) < lengths[:, None]
+        None if lengths is None else np.arange(a.shape[1], dtype=np.int32)[None] < lengths[:, None]
         for a, lengths in ((x.query, x.query_lengths), (x.key, x.key_lengths))
     )
     if x.key_ranges is None:

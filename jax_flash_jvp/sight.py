@@ -85,7 +85,7 @@ def visible(x: Operands, problem: Problem, rows: Axis, columns: Axis) -> Array |
     tests: list[Any] = [j_last >= i_first[:, None] - left] if left is not None else []
     tests += [j_first <= i_last[:, None] + right] if right is not None else []
     tests += [(i_first < x.query_lengths.max())[:, None]] if x.query_lengths is not None else []
-    tests += [j_first < x.key_lengths.max()] if x.key_lengths is not None else []
+    tests += [(j_first < x.key_lengths.max())[None]] if x.key_lengths is not None else []
     if x.query_segments is not None:
         q, k = rows.gather(x.query_segments), columns.gather(x.key_segments)  # [B, blocks, block]
         q_low, q_high, k_low, k_high = q.min(2), q.max(2), k.min(2), k.max(2)
@@ -95,7 +95,7 @@ def visible(x: Operands, problem: Problem, rows: Axis, columns: Axis) -> Array |
         empty = start >= end
         start, end = jnp.where(empty, columns.length, start).min((0, 1)), jnp.where(empty, 0, end).max((0, 1))
         start, end = rows.gather(start.T).min(2)[..., None], rows.gather(end.T).max(2)[..., None]  # [R, blocks, 1]
-        tests += [((start <= j_last) & (j_first < end)).any(0)]
+        tests += [((start <= j_last[None, None]) & (j_first[None, None] < end)).any(0)]
     if x.mask is not None and blocks is not None:
         seen = some_of(x.mask.any((0, 1)), i_first // blocks[0], i_last // blocks[0])
         tests += [some_of(seen.T, j_first // blocks[1], j_last // blocks[1]).T]
@@ -125,9 +125,10 @@ def sweep(
     if seen is None:
         return whole()
     some = seen.any(1)
-    first = jnp.where(some, seen.argmax(1), 0) * GRAIN
-    last = jnp.where(some, of_keys.blocks - seen[:, ::-1].argmax(1), 0) * GRAIN
-    begin = jnp.minimum(first, of_keys.length - WIDTH).astype(jnp.int32)
+    argmax = lambda a: jnp.where(some, lax.argmax(a, 1, jnp.int32), 0)
+    first = argmax(seen) * GRAIN
+    last = jnp.where(some, of_keys.blocks - argmax(seen[:, ::-1]), 0) * GRAIN
+    begin = jnp.minimum(first, of_keys.length - WIDTH)
     band = Band(x, problem, of_queries, groups)
     return lax.cond((last - begin <= WIDTH).all(), lambda: band.sweep(f, begin, rows, keys, sums, scan), whole)
 
@@ -143,8 +144,8 @@ class Band:
     def ranges(self) -> Array:
         """[1|B, 1|K|N, T, R, 2], from ranges, causality, windows and lengths"""
         x, queries = self.x, self.blocks.length
-        i = np.arange(queries, dtype=np.int32)[:, None]
-        ranges = jnp.zeros((1, 1, queries, 1, 2), jnp.int32) + np.array([0, self.keys], np.int32)
+        i = np.arange(queries, dtype=np.int32)[None, None, :, None]
+        ranges = jnp.tile(np.array([0, self.keys], np.int32), (1, 1, queries, 1, 1))
         ranges = ranges if x.key_ranges is None else x.key_ranges
         start, end = ranges[..., 0], ranges[..., 1]
         left, right = self.problem.reach(queries, self.keys)
@@ -172,7 +173,7 @@ class Band:
 
         def one_group(sums: Arrays, inputs: Any) -> tuple[Arrays, Arrays]:
             first, begin, cut = inputs
-            places = begin[:, None] + np.arange(WIDTH, dtype=np.int32)  # [blocks, WIDTH]
+            places = begin[:, None] + np.arange(WIDTH, dtype=np.int32)[None]  # [blocks, WIDTH]
             of_rows = {name: self.entries(a) for name, a in cut.items()}
             of_keys = {**keys, "key": x.key, "value": x.value}
             of_keys = {name: self.entries(jnp.moveaxis(a[:, places], 1, 0)) for name, a in of_keys.items()}
@@ -184,10 +185,12 @@ class Band:
                 small = small._replace(query_segments=of_rows.pop("segments"), key_segments=self.entries(of_blocks))
             if x.seed is not None:
                 moved = jnp.stack([*[first * 0] * 3, first, begin], -1).astype(x.seed.dtype)
-                small = small._replace(seed=self.entries(x.seed + moved[:, None]))
+                small = small._replace(seed=self.entries(x.seed[None] + moved[:, None]))
             if x.mask is not None and self.problem.mask_block is not None:
                 queries, columns = self.problem.mask_block
-                i = jnp.minimum((first[:, None] + np.arange(BAND)) // queries, x.mask.shape[2] - 1)
+                i = jnp.minimum(
+                    (first[:, None] + np.arange(BAND, dtype=np.int32)[None]) // queries, x.mask.shape[2] - 1
+                )
                 elements = x.mask[:, :, i[..., None], (places // columns)[:, None]]
                 small = small._replace(mask=self.entries(jnp.moveaxis(elements, 2, 0)))
             results = f(small, self.small, of_rows, of_keys)

@@ -297,10 +297,13 @@ def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):
 
 
 HOPPER_MUTANTS = {
-    "excess-of-dS": ("b_da = without_mean(b_da, excess, statistics.KEY_MEAN, mean, C, FIRST)", "pass"),
-    "excess-of-its-tangent": ("b_tda = without_mean(b_tda, excess, statistics.KEY_MEAN, mean, C, FIRST)", "pass"),
-    "mean-of-the-tangents": ("b_tda = without_mean(b_tda, excess, statistics.T_KEY_MEAN, mean, C, FIRST)", "pass"),
-    "of-another-head": ("statistics.COMMON + i_b * (HQ // GROUP) + block.i_stream", "statistics.COMMON"),
+    "excess-of-dS": ("b_da = without_mean(b_da, excess, X.KEY_MEAN, mean, C, FIRST)", "pass"),
+    "excess-of-its-tangent": ("b_tda = without_mean(b_tda, excess, X.KEY_MEAN, mean, C, FIRST)", "pass"),
+    "mean-of-the-tangents": ("b_tda = without_mean(b_tda, excess, X.T_KEY_MEAN, mean, C, FIRST)", "pass"),
+    "of-another-head": (
+        "statistics.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_stream",
+        "statistics.COMMON",
+    ),
     "of-rows": ("ints.LQ - row, ints.HQ * C", "0, ints.HQ * C"),
 }
 
@@ -337,7 +340,7 @@ ONE_PASS_MUTANTS = {
         "pass",
     ),
     "of-another-head": ("gl.load(COMMON + i_b * (HQ // GROUP) + i_k)", "gl.load(COMMON)"),
-    "sums-of-one-warpgroup": ("gl.static_range(options.GROUPS)", "gl.static_range(1)"),
+    "sums-of-one-warpgroup": ("memory.ones, b_r, use_acc=w > 0", "memory.ones, b_r, use_acc=False"),
     "tangent-of-the-excess": ("b_tdq = without_mean(b_tdq, t_excess, KEY_MEAN, mean, C, 0)", "pass"),
     "tangent-of-the-mean": ("b_tdq = without_mean(b_tdq, excess, T_KEY_MEAN, mean, C, 0)", "pass"),
     "dual-sums-not-added": (
