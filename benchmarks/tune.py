@@ -119,7 +119,8 @@ def fitting(shapes: list[Shape], options: argparse.Namespace) -> dict[Any, int]:
     """What the candidates spill that can run on all shapes, the present row first."""
     candidates = shapes[0].row.proposals()
     plan = [*itertools.product(shapes, candidates)]
-    with multiprocessing.get_context("spawn").Pool(min(options.processes, len(plan))) as pool:
+    # a process of its own for each: after an illegal memory access nothing more runs in one
+    with multiprocessing.get_context("spawn").Pool(min(options.processes, len(plan)), maxtasksperchild=1) as pool:
         found = pool.starmap_async(compiled, plan, chunksize=1).get(timeout=60 * len(plan))
     worst: dict[Any, int] = {}
     for (_, candidate), outcome in zip(plan, found, strict=True):

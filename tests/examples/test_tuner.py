@@ -161,7 +161,7 @@ def test_the_present_row_stays_unless_another_gains(time, monkeypatch, capsys):
         starmap_async = lambda self, f, plan, chunksize: self
         get = lambda self, timeout: [outcomes[c] for _ in shapes for c in shapes[0].row.proposals()]
 
-    monkeypatch.setattr(tune.multiprocessing, "get_context", lambda _: argparse.Namespace(Pool=lambda _: Pool()))
+    monkeypatch.setattr(tune.multiprocessing, "get_context", lambda _: argparse.Namespace(Pool=lambda *_, **__: Pool()))
     monkeypatch.setattr(tune, "captured", lambda shape, fits: dict.fromkeys(fits, shape.case.length))
     ms = {(present, 256): 1.0, (better, 256): 1.1, (present, 8192): 1.0, (better, 8192): time / 1.1}
     monkeypatch.setattr(tune, "in_turns", lambda _, calls, options: ({c: ms[c, n] for c, n in calls.items()}, 0.0))
