@@ -78,7 +78,7 @@ OF_WEIGHTS = {  # functions of x and of weights, these, their tangents
         (w[:4], b[:4]),
         (t_w[:4], t_b[:4]),
     ),
-    "glu": (lambda x, w: F.glu(x) * w[:8], (w,), (t_w,)),
+    "glu": (lambda x, m: F.glu(F.linear(x, m)), (m,), (t_m,)),
 }
 sum_of = lambda f, *ws: lambda x: f(x, *ws).sin().sum()
 DERIVATIVES = {
