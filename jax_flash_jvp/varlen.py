@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash_jvp import visibility
-from jax_flash_jvp.arguments import as_array, known
+from jax_flash_jvp.arguments import LENGTHS, as_array, known
 from jax_flash_jvp.attention import context_of, dot_product_attention
 from jax_flash_jvp.context import Order, Strategy, chunks_of
 from jax_flash_jvp.problem import Implementation, check_cu_seqlens, warn_of_window, window_of
@@ -29,7 +29,6 @@ class Options(TypedDict, total=False):
     context_order: Order
 
 
-LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
 CONTEXT = dict(axis=None, strategy=None, order="contiguous")
 
 
