@@ -634,6 +634,15 @@ def test_tangents_may_be_absent(wrt):
 
 
 @pytest.mark.parametrize("wrt", range(3))
+def test_one_operand_moves(wrt):
+    """Whose gradient's tangent is all that is wanted, as by the gradient through a JVP."""
+    x, tx = operands((1, 80, 150, 1, 1, 64))
+    alone = tuple(i == wrt for i in range(3))
+    moving = Operands(*(t if a else None for a, t in zip(alone, tx[:3], strict=True)))
+    check(problem(64, False), x, moving, (False,) * 3, alone)
+
+
+@pytest.mark.parametrize("wrt", range(3))
 @pytest.mark.thorough
 def test_a_gradient_alone(wrt):
     x, tx = operands((1, 80, 150, 1, 1, 64))

@@ -103,11 +103,10 @@ def probabilities(b_s, lse2, seen, tile, scale, MASKED: gl.constexpr, options):
 
 
 @gluon.jit
-def with_row_sums(b_r, b_ds, SUM: gl.constexpr, of_rows, tile, dtype: gl.constexpr):
+def with_row_sums(b_r, b_ds, of_rows, tile, dtype: gl.constexpr):
     """If keys have much in common."""
-    if SUM:
-        if unfolded(of_rows.common, tile.tick):  # tested here, as the loop must not wait for it to be loaded
-            b_r += lane_sums(b_ds, dtype)
+    if unfolded(of_rows.common, tile.tick):  # tested here, as the loop must not wait for it to be loaded
+        b_r += lane_sums(b_ds, dtype)
     return b_r
 
 

@@ -142,7 +142,8 @@ def step(tile, of_rows, sums, tds, w: gl.constexpr, memory, scale, MASKED: gl.co
     if options.WANT_TA:
         if options.USE_TC:
             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
-        b_r = with_row_sums(b_r, b_ds, options.SUM_DS, of_rows, tile, dtype)
+        if options.SUM_DS:
+            b_r = with_row_sums(b_r, b_ds, of_rows, tile, dtype)
         b_tds = packed(b_p * b_tdp, dtype)  # (5')
         tds = unpacked(b_tds, dtype, p_l)
         if not options.DEFERRED:
@@ -158,7 +159,7 @@ def step(tile, of_rows, sums, tds, w: gl.constexpr, memory, scale, MASKED: gl.co
         b_tdc, p = settled(b_tdc, p)
     if PW_E:
         b_tdc, pw = settled(b_tdc, pw)
-    if options.WANT_TA:
-        b_tr = with_row_sums(b_tr, b_tds, options.SUM_TDS, of_rows, tile, dtype)
+    if options.SUM_TDS:
+        b_tr = with_row_sums(b_tr, b_tds, of_rows, tile, dtype)
     b_at, s_at = give_back_tile(tile, memory, options)
     return Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr), tds, b_at, s_at

@@ -89,6 +89,6 @@ def step(tile, of_rows, sums, ds, w: gl.constexpr, memory, scale, MASKED: gl.con
     if options.WANT_C:
         b_dc, p = settled(b_dc, p)
     if options.SUM_DS:
-        b_r = with_row_sums(b_r, b_ds, True, of_rows, tile, dtype)
+        b_r = with_row_sums(b_r, b_ds, of_rows, tile, dtype)
     b_at, s_at = give_back_tile(tile, memory, options)
     return Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr), ds, b_at, s_at
