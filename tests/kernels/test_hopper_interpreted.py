@@ -134,8 +134,8 @@ DEFERRED_MUTANTS = {
         "if t_first < t_end:\n                        sums",
         "if t_first < 0:\n                        sums",
     ),
-    "operand-of-another-tile": ("ds = unpacked(b_ds, dtype, p_l)\n        if", "ds = ds\n        if"),
-    "tangent-of-another-tile": ("tds = unpacked(b_tds, dtype, p_l)", "tds = tds"),
+    "operand-of-another-tile": ("ds = products.unpacked(b_ds, dtype, p_l)\n        if", "ds = ds\n        if"),
+    "tangent-of-another-tile": ("tds = products.unpacked(b_tds, dtype, p_l)", "tds = tds"),
 }
 
 
@@ -406,13 +406,13 @@ SHARED_MUTANTS = {
     "parts-for-others-lost": ("(wave == 0) & (over > 0)", "wave < 0"),
     "waits-for-itself": ("since, in_wave(ints, FEATURES))", "since, in_wave(ints, FEATURES) + 1)"),
     "nothing-said": ("flags(fragment, sums, row_values, C, SAY)", "pass"),
-    "weights-ignored": ("increased(scaled(sums[0], a_0), a_1, b_x)", "increased(sums[0], a_1, b_x)"),
+    "weights-ignored": ("increased(products.scaled(sums[0], a_0), a_1, b_x)", "increased(sums[0], a_1, b_x)"),
     "weights-without-a-tangent-ignored": (
-        "increased(scaled(sums[0], a_0), a_1, stored",
+        "increased(products.scaled(sums[0], a_0), a_1, stored",
         "increased(sums[0], a_1, stored",
     ),
-    "mean-ignored": ("increased(sums[1], -step, sums[0])", "sums[1]"),
-    "mean-of-the-other-ignored": ("b_to = increased(b_to, a_1 * (between - step), b_x)", "pass"),
+    "mean-ignored": ("products.increased(sums[1], -step, sums[0])", "sums[1]"),
+    "mean-of-the-other-ignored": ("b_to = products.increased(b_to, a_1 * (between - step), b_x)", "pass"),
     "gradients-of-the-last-alone": ("b_y = (sums[I][0] + b_x[0],)", "b_y = (sums[I][0],)"),
 }
 RESUMED_MUTANTS = {  # where a part is gone on with
@@ -644,11 +644,11 @@ def test_a_gradient_alone(wrt):
 
 MUTANTS = {  # and whether it takes late copies to notice
     "values-given-back-early": (
-        "b_o, p = settled(b_o, p)\n                give_back(empty, v_at)",
-        "give_back(empty, v_at)\n                b_o, p = settled(b_o, p)",
+        "b_o, p = settled(b_o, p)\n                ring.give_back(empty, v_at)",
+        "ring.give_back(empty, v_at)\n                b_o, p = settled(b_o, p)",
         False,
     ),
-    "keys-not-given-back": ("give_back(empty, k_at)", "pass", False),
+    "keys-not-given-back": ("ring.give_back(empty, k_at)", "pass", False),
     "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
     "values-not-waited-for": ("wait(full, v_at)", "pass", True),
     "resident-not-waited-for": ("mbarrier.wait(memory.a_full.index(resident), a_at.phase)", "pass", True),
@@ -679,12 +679,12 @@ MUTANTS = {  # and whether it takes late copies to notice
     "outputs-not-waited-for": ("wait(memory.full, at)", "pass", True),
     "outputs-of-other-rows": ("row + I // KINDS * GROUP_ROWS", "row", False),
     "outputs-of-another-warpgroup": ("I // KINDS == i_w", "I // KINDS == 0", False),
-    "tangent-of-outputs-ignored": ("t_delta += inner(c, o, LAYOUT)", "pass", False),
+    "tangent-of-outputs-ignored": ("t_delta += ring.inner(c, o, LAYOUT)", "pass", False),
     "statistics-not-waited-for": ("wait(memory.s_full, tile.s_at)", "pass", True),
     "statistics-overwritten": ("wait(memory.s_empty, s_at)", "pass", True),
-    "mu-dropped": ("b_to = increased(b_to, back, b_o)", "pass", False),
+    "mu-dropped": ("b_to = products.increased(b_to, back, b_o)", "pass", False),
     "mu-dropped-backward": (
-        "b_ts -= statistic(of_rows.mu, MU, tile, memory, options) * of_rows.per_scale",
+        "b_ts -= steps.statistic(of_rows.mu, steps.MU, tile, memory, options) * of_rows.per_scale",
         "pass",
         False,
     ),
@@ -750,7 +750,7 @@ def test_float16_has_no_room_above_its_tangents(wait):
 def test_growing_scores_not_rescaled_fail(sums):
     with pytest.raises(AssertionError):
         check(problem(64, False), *growing(jnp.bfloat16),
-              launcher=gluon_on_numpy.Launcher(f"{sums} = rescaled({sums}, alpha)", "pass"))  # fmt: skip
+              launcher=gluon_on_numpy.Launcher(f"{sums} = products.rescaled({sums}, alpha)", "pass"))  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the backward in one pass
@@ -845,7 +845,7 @@ def test_one_pass_broken_fails(old, new, late):
 @pytest.mark.parametrize(
     ("case", "old", "new"),
     [
-        ("D96-lengths", "clean(matrix(memory.k, w), 0, n)", "pass"),
+        ("D96-lengths", "ring.clean(matrix(memory.k, w), 0, n)", "pass"),
         ("lag-2", "mbarrier.wait(memory.dq_empty.index(w), odd)", "pass"),
         ("D64", "wait_empty(memory.ds_empty, kept)", "pass"),
         ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)", "pass"),
@@ -1039,8 +1039,8 @@ ONE_PASS_DUAL_MUTANTS = {  # and whether it takes late copies to notice
         False,
     ),
     "cotangents-not-waited-for": (
-        "wait(memory.do_full, use)\n    b_dp = score_product(matrix(memory.v, z)",
-        "b_dp = score_product(matrix(memory.v, z)",
+        "wait(memory.do_full, use)\n    b_dp = products.score_product(matrix(memory.v, z)",
+        "b_dp = products.score_product(matrix(memory.v, z)",
         True,
     ),
     "values-not-waited-for": ("mbarrier.wait(memory.v_full.index(0), 0)", "pass", True),
@@ -1059,7 +1059,7 @@ def test_one_pass_dual_broken_fails(old, new, late):
 @pytest.mark.parametrize(
     ("case", "old", "new"),
     [
-        ("key-lengths", "clean(matrix(memory.tk, w), 0, n)", "pass"),
+        ("key-lengths", "ring.clean(matrix(memory.tk, w), 0, n)", "pass"),
         ("all", "clean(tdo, j * T, sight.query_end)", "pass"),
         ("kept-2", "wait_empty(memory.ds_empty, kept)", "pass"),
     ],

@@ -13,20 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jax_flash_jvp.kernels.hopper import products
 from jax_flash_jvp.kernels.hopper.adding import row_sums, slot_of, wait_empty
 from jax_flash_jvp.kernels.hopper.handover import by_thread
-from jax_flash_jvp.kernels.hopper.products import (
-    GROUP_ROWS,
-    LOG2E,
-    accumulated,
-    parts,
-    product_layout,
-    score_product,
-    settled,
-    settled_before,
-    unfolded,
-    width,
-)
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
 from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, wait
 from jax_flash_jvp.kernels.hopper.visibility import bits, hide, loaded_visibility
 
@@ -35,8 +25,8 @@ from jax_flash_jvp.kernels.hopper.visibility import bits, hide, loaded_visibilit
 def query_product(i, slot, PART: gl.constexpr, memory, options):
     """dSᵀ K of a tile over all keys of the block, of one part of the columns."""
     GROUPS: gl.constexpr = options.GROUPS
-    l: gl.constexpr = product_layout(width(options.C, PART))
-    b_dq = gl.zeros([GROUP_ROWS, width(options.C, PART)], gl.float32, l)
+    l: gl.constexpr = product_layout(products.width(options.C, PART))
+    b_dq = gl.zeros([GROUP_ROWS, products.width(options.C, PART)], gl.float32, l)
     for w in gl.static_range(GROUPS):
         ds = memory.ds.index(GROUPS * slot + w)  # [keys, queries]
         b_dq = warpgroup_mma(
@@ -56,9 +46,9 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
             mbarrier.wait(memory.dq_empty.index(w), odd)
             memory.rows.index(0).store(row_sums(use.slot, memory, options))
     b_dq = (query_product(i, use.slot, 0, memory, options),)
-    for PART in gl.static_range(1, parts(C)):
+    for PART in gl.static_range(1, products.parts(C)):
         b_dq = b_dq + (query_product(i, use.slot, PART, memory, options),)
-    if parts(C) == 1:
+    if products.parts(C) == 1:
         b_0 = warpgroup_mma_wait(0, deps=[b_dq[0]])
         b_dq = (b_0,)
     else:
@@ -66,8 +56,8 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
         b_dq = (b_0, b_1)
     give_back(memory.ds_empty, use)
     mbarrier.wait(memory.dq_empty.index(w), odd)  # its place is given from one warpgroup to the next
-    for PART in gl.static_range(parts(C)):
-        memory.dq[PART].index(0).store(by_thread(b_dq[PART]).reshape([2 * width(C, PART), 32]))
+    for PART in gl.static_range(products.parts(C)):
+        memory.dq[PART].index(0).store(by_thread(b_dq[PART]).reshape([2 * products.width(C, PART), 32]))
     fence_async_shared()
     mbarrier.arrive(memory.dq_full.index(0), count=1)
 
@@ -105,7 +95,7 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, ds, sums, memory, scale,
     FEATURES: gl.constexpr = options.FEATURES
     DEFERRED: gl.constexpr = FEATURES.deferred
     LATE_DP: gl.constexpr = FEATURES.late_dp
-    N: gl.constexpr = parts(options.C)
+    N: gl.constexpr = products.parts(options.C)
     s_l: gl.constexpr = product_layout(T)
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     dtype: gl.constexpr = memory.ds.dtype
@@ -128,14 +118,14 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, ds, sums, memory, scale,
         mbarrier.wait(memory.turn.index(w), i & 1)
     if DEFERRED:
         b_dk = accumulated(ds, matrix(memory.q, slot), b_dk)  # (6) of the tile before
-    b_s = score_product(matrix(memory.k, unfolded(w, i)), q, zero, False)  # (1)
+    b_s = products.score_product(matrix(memory.k, unfolded(w, i)), q, zero, False)  # (1)
     if not LATE_DP:
         wait(memory.do_full, use)
-        b_dp = score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
+        b_dp = products.score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
     if options.TURNS:
         mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)
     if DEFERRED:
-        b_dk, ds, b_s = settled_before(b_dk, ds, b_s, 0 if LATE_DP else N)
+        b_dk, ds, b_s = products.settled_before(b_dk, ds, b_s, 0 if LATE_DP else N)
         mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)
     else:
         b_s = warpgroup_mma_wait(0 if LATE_DP else N, deps=[b_s])
@@ -144,7 +134,7 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, ds, sums, memory, scale,
     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)  # (2)
     if LATE_DP:
         wait(memory.do_full, use)
-        b_dp = score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
+        b_dp = products.score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
     p = gl.convert_layout(b_p.to(dtype), p_l)
     b_dv = accumulated(p, do, b_dv)  # (3)
     b_dp = warpgroup_mma_wait(N, deps=[b_dp])

@@ -17,19 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jax_flash_jvp.kernels.hopper import products
 from jax_flash_jvp.kernels.hopper.adding import row_sums, slot_of, wait_empty
 from jax_flash_jvp.kernels.hopper.handover import by_thread
-from jax_flash_jvp.kernels.hopper.products import (
-    GROUP_ROWS,
-    LOG2E,
-    accumulated,
-    halves,
-    product_layout,
-    score_product,
-    settled,
-    settled_before,
-    unfolded,
-)
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
 from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, rows_from, wait
 from jax_flash_jvp.kernels.hopper.step_one_pass import masked_scores, statistic_at
 
@@ -64,7 +55,7 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
     b_dq = key_product(i, use.slot, memory.k, 2 * T, memory, options)
     b_more = key_product(i, use.slot, memory.tk, T, memory, options)
     b_dq = warpgroup_mma_wait(options.GROUPS, deps=[b_dq])
-    b_dq, b_tdq = halves(b_dq)
+    b_dq, b_tdq = products.halves(b_dq)
     mbarrier.wait(memory.dq_empty.index(w), odd)  # its place is given from one warpgroup to the next
     memory.dq[0].index(0).slice(0, 2 * T, 0).store(by_thread(b_dq).reshape([2 * T, 32]))
     b_more = warpgroup_mma_wait(0, deps=[b_more])
@@ -103,22 +94,22 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
             clean(tdo, j * T, sight.query_end)
     wait(memory.q_full, use)
     b_tdk = accumulated(tds, rows_from(matrix(memory.q, slot), 0, T), b_tdk)  # (6') of the tile before
-    b_s = score_product(matrix(memory.k, z), q_tq, zeros, False)  # (1)
+    b_s = products.score_product(matrix(memory.k, z), q_tq, zeros, False)  # (1)
     wait(memory.do_full, use)
-    b_dp = score_product(matrix(memory.v, z), do_tdo, zeros, False)  # (4)
-    b_tdk, tds, b_s = settled_before(b_tdk, tds, b_s, 1)
+    b_dp = products.score_product(matrix(memory.v, z), do_tdo, zeros, False)  # (4)
+    b_tdk, tds, b_s = products.settled_before(b_tdk, tds, b_s, 1)
     mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)
-    b_s, b_ts = halves(b_s)
+    b_s, b_ts = products.halves(b_s)
     lse2 = statistic_at(memory.of_q[0], use.slot)
     b_s = masked_scores(b_s, j, masked, a_start, sight, options)
     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)  # (2)
     p = gl.convert_layout(b_p.to(dtype), p_l)
     b_ts -= statistic_at(memory.of_q[1], use.slot) * (1 / scale)
-    b_ts = score_product(matrix(memory.tk, z), q, b_ts, True)  # (1')
+    b_ts = products.score_product(matrix(memory.tk, z), q, b_ts, True)  # (1')
     b_dv = accumulated(p, do, b_dv)  # (3)
     b_tdv = accumulated(p, tdo, b_tdv)  # (3')
     b_dp = warpgroup_mma_wait(3, deps=[b_dp])
-    b_dp, b_tdp = halves(b_dp)
+    b_dp, b_tdp = products.halves(b_dp)
     b_dp -= statistic_at(memory.of_do[0], use.slot)
     b_ds = (b_p * b_dp).to(dtype)  # (5)
     ds = gl.convert_layout(b_ds, p_l)
@@ -130,7 +121,7 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
     b_ts = warpgroup_mma_wait(4, deps=[b_ts])
     b_w = b_ts * scale
     b_tdp += b_dp * b_w - statistic_at(memory.of_do[1], use.slot)
-    b_tdp = score_product(matrix(memory.tv, z), do, b_tdp, True)  # (4')
+    b_tdp = products.score_product(matrix(memory.tv, z), do, b_tdp, True)  # (4')
     pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
     b_tdv = accumulated(pw, do, b_tdv)  # (3')
     b_tdp = warpgroup_mma_wait(1, deps=[b_tdp])
