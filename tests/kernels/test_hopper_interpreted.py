@@ -605,7 +605,7 @@ def test_tiles_that_a_block_visits(side, padded, one_loop):
 
 
 LISTED_MUTANTS = {
-    "another-tile": ("plain + t if MASKED else t", "t"),
+    "another-tile": ("visits.plain_end + t if MASKED else t)", "t)"),
     "whole-tiles-left-out": ("plain = 0 if FEATURES.one_loop else", "plain ="),
     "mask-ignored": ("b_bits & (1 <<", "b_bits | (1 <<"),
     "word-of-another-thread": ("* 4 + o_w)", "* 4 + 3 - o_w)"),

@@ -95,7 +95,6 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, b_bits, 
     turn, but for the first scores, which come before any (not `later`)."""
     C: gl.constexpr = options.C
     T: gl.constexpr = options.T
-    FEATURES: gl.constexpr = options.FEATURES
     HAS_TQ: gl.constexpr = options.HAS_TQ
     HAS_TK: gl.constexpr = options.HAS_TK
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, product_layout(T))
@@ -114,8 +113,7 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, b_bits, 
         b_ts = products.score_product(tq, k, zero, False)
     if HAS_TK and not PAIRED:
         b_ts = products.score_product(q, ring.rows_from(kk, T, T), b_ts, HAS_TQ)
-    s_l: gl.constexpr = product_layout(T)
-    seen = visibility.loaded_visibility(row, k_row, sight, T, True, MASKED, FEATURES, s_l)
+    seen = visibility.loaded_visibility(row, k_row, sight, MASKED, options)
     b_s = warpgroup_mma_wait(N_TS, deps=[b_s])
     if PAIRED:
         b_s, b_ts = products.halves(b_s)
@@ -125,7 +123,7 @@ def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, b_bits, 
         b_ts *= one  # sums that no instruction begins are serialised by the assembler
         if HAS_TQ:
             b_ts = products.score_product(tq, k, b_ts, True)
-    return visibility.hide(b_s, seen, b_bits, row, k_row, sight, T, True, MASKED, FEATURES, s_l), b_ts
+    return visibility.masked_scores(b_s, seen, b_bits, row, k_row, sight, MASKED, options), b_ts
 
 
 @gluon.jit
@@ -267,7 +265,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
             upcoming = visibility.first_tile(visits, MASKED, FEATURES)
             for t in range(t_first, t_end):
                 j, upcoming = visibility.next_tile(t, upcoming, visits, MASKED, FEATURES)
-                b_bits = visibility.bits(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+                b_bits = visibility.bits(row, j * T, sight, MASKED, options)
                 q = matrix(memory.q, unfolded(own_queries, tick))
                 v_at = advance(k_at, SLOTS)
                 kk = matrix(memory.ring, k_at.slot)
@@ -295,7 +293,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
                     if MASKED and FEATURES.key_lengths:
-                        b_ts = visibility.zero_columns_from(b_ts, sight.key_end - j * T, T, s_l)
+                        b_ts = visibility.zero_columns_from(b_ts, sight.key_end - j * T, options)
                 ring.give_back(empty, k_at)
                 if FEATURES.persistent:
                     mbarrier.arrive(memory.q_empty.index(own_queries), count=1, pred=tick == last_tick)
@@ -366,14 +364,14 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
             q = matrix(memory.q, unfolded(own_queries, tick) if options.BUFFERS > 1 else own_queries)
             upcoming = visibility.first_tile(visits, MASKED, FEATURES)
             j, upcoming = visibility.next_tile(t_first, upcoming, visits, MASKED, FEATURES)
-            b_bits = visibility.bits(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+            b_bits = visibility.bits(row, j * T, sight, MASKED, options)
             wait(full, k_at)
             k = matrix(slots, k_at.slot)
             b_s = products.score_product(q, k, zero, False)
-            seen = visibility.loaded_visibility(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+            seen = visibility.loaded_visibility(row, j * T, sight, MASKED, options)
             b_s = warpgroup_mma_wait(0, deps=[b_s])
             ring.give_back(empty, k_at)
-            b_s = visibility.hide(b_s, seen, b_bits, row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+            b_s = visibility.masked_scores(b_s, seen, b_bits, row, j * T, sight, MASKED, options)
             b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, call.scale, 0)
             b_o = products.scaled(b_o, alpha)
             pairs = products.packed(b_p, memory.q[0].dtype)
@@ -381,7 +379,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
             for t in range(t_first + 1, t_end):
                 v_row = j * T
                 j, upcoming = visibility.next_tile(t, upcoming, visits, MASKED, FEATURES)
-                b_bits = visibility.bits(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+                b_bits = visibility.bits(row, j * T, sight, MASKED, options)
                 k_at = advance(v_at, SLOTS)
                 wait(full, k_at)
                 if TURNS:
@@ -398,10 +396,10 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
                 b_o = accumulated(p, v, b_o)
                 if TURNS and not SCORES_ALONE:
                     mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
-                seen = visibility.loaded_visibility(row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+                seen = visibility.loaded_visibility(row, j * T, sight, MASKED, options)
                 b_s = warpgroup_mma_wait(products.parts(C), deps=[b_s])
                 ring.give_back(empty, k_at)
-                b_s = visibility.hide(b_s, seen, b_bits, row, j * T, sight, T, True, MASKED, FEATURES, s_l)
+                b_s = visibility.masked_scores(b_s, seen, b_bits, row, j * T, sight, MASKED, options)
                 b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, call.scale, 0)
                 b_o, p = settled(b_o, p)
                 ring.give_back(empty, v_at)
@@ -429,9 +427,7 @@ def compute_block(i, w: gl.constexpr, state, q_at, memory, call, options):
     block = block_of(i, call.ints, call.selection, options)
     q_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
     visits = visits_of_head(0, block, call.ints, call.selection, options)
-    sight = visibility.selected(
-        call.selection, block.i_b, block.i_a, call.ints, block.query_end, block.key_end, True, options.FEATURES
-    )  # fmt: skip
+    sight = visibility.selected(block, block.i_a, call, options)
     row = q_row + GROUP_ROWS * (w % options.HEIGHT)
     own_queries = q_at.slot * options.HEIGHT + w % options.HEIGHT
     mbarrier.wait(memory.q_full.index(own_queries), q_at.phase)

@@ -164,9 +164,7 @@ def consume(w: gl.constexpr, memory, call, options):
     i = 0
     for i_g in range(block.group):
         visits = visits_of_head(i_g, block, ints, selection, options)
-        sight = selected(
-            selection, block.i_b, block.i_stream + i_g, ints, block.query_end, block.key_end, False, FEATURES
-        )  # fmt: skip
+        sight = selected(block, block.i_stream + i_g, call, options)
         low, high = adding.tile_range(visits, options)
         for t in range(low, high):
             j = adding.tile_of(t, visits, options)

@@ -72,7 +72,7 @@ def step(tile, of_rows, sums, tds, w: gl.constexpr, memory, scale, MASKED: gl.co
     if not options.ROW:
         wait(memory.s_full, tile.s_at)
     lse2 = steps.statistic(of_rows.lse2, steps.LSE2, tile, memory, options)
-    seen = loaded_visibility(tile.a_row, tile.j * T, tile.sight, T, options.ROW, MASKED, options.FEATURES, s_l)
+    seen = loaded_visibility(tile.a_row, tile.j * T, tile.sight, MASKED, options)
     if options.DEFERRED:
         b_tda, tds, b_s = products.settled_before(b_tda, tds, b_s, N_S)
         mbarrier.arrive(memory.empty.index(slot), count=1, pred=tile.t > tile.t_first)

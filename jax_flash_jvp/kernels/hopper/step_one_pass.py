@@ -13,12 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jax_flash_jvp.kernels.hopper import products
+from jax_flash_jvp.kernels.hopper import products, visibility
 from jax_flash_jvp.kernels.hopper.adding import row_sums, slot_of, wait_empty
 from jax_flash_jvp.kernels.hopper.handover import by_thread
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
 from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, wait
-from jax_flash_jvp.kernels.hopper.visibility import bits, hide, loaded_visibility
 
 
 @gluon.jit
@@ -73,17 +72,15 @@ def statistic_at(buffer, slot):
 def masked_scores(b_s, j, masked, a_start, sight, options):
     """Scores, −∞ where a key is hidden."""
     T: gl.constexpr = options.T
-    FEATURES: gl.constexpr = options.FEATURES
-    s_l: gl.constexpr = product_layout(T)
     if options.RAGGED:  # P of keys that do not exist could be anything, infinite too, and would reach dq
         if a_start + GROUP_ROWS > sight.key_end:
-            o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
+            o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, product_layout(T)))
             b_s = gl.where(gl.expand_dims(o_a < sight.key_end, 1), b_s, -float("inf"))
     if options.HAS_MASKED:
         if masked:
-            b_bits = bits(a_start, j * T, sight, T, False, True, FEATURES, s_l)
-            seen = loaded_visibility(a_start, j * T, sight, T, False, True, FEATURES, s_l)
-            b_s = hide(b_s, seen, b_bits, a_start, j * T, sight, T, False, True, FEATURES, s_l)
+            b_bits = visibility.bits(a_start, j * T, sight, True, options)
+            seen = visibility.loaded_visibility(a_start, j * T, sight, True, options)
+            b_s = visibility.masked_scores(b_s, seen, b_bits, a_start, j * T, sight, True, options)
     return b_s
 
 

@@ -17,7 +17,6 @@ from jax_flash_jvp.kernels.hopper.visibility import loaded_visibility
 def step(tile, of_rows, sums, ds, w: gl.constexpr, memory, scale, MASKED: gl.constexpr, options):
     """The sums with this tile's, and ds, whose product (6) is issued with the next tile's scores if DEFERRED."""
     T: gl.constexpr = options.T
-    FEATURES: gl.constexpr = options.FEATURES
     N_S: gl.constexpr = products.parts(options.C)  # products of scores, in flight
     N_P: gl.constexpr = len(sums.dc) * options.WANT_C  # of p
     s_l: gl.constexpr = product_layout(T)
@@ -40,7 +39,7 @@ def step(tile, of_rows, sums, ds, w: gl.constexpr, memory, scale, MASKED: gl.con
     if not options.ROW:
         wait(memory.s_full, tile.s_at)
     lse2 = steps.statistic(of_rows.lse2, steps.LSE2, tile, memory, options)
-    seen = loaded_visibility(tile.a_row, tile.j * T, tile.sight, T, options.ROW, MASKED, FEATURES, s_l)
+    seen = loaded_visibility(tile.a_row, tile.j * T, tile.sight, MASKED, options)
     if options.DEFERRED:
         b_da, ds, b_s = products.settled_before(b_da, ds, b_s, 0 if options.LATE_DP else N_S)
         mbarrier.arrive(memory.empty.index(slot), count=1, pred=tile.t > tile.t_first)

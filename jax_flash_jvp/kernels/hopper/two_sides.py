@@ -318,9 +318,7 @@ def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
             for i_g in range(block.group):
                 visits = visits_of_head(i_g, block, ints, selection, options)
                 i_h = block.i_a if ROW else block.i_stream + i_g
-                sight = visibility.selected(
-                    selection, block.i_b, i_h, ints, block.query_end, block.key_end, ROW, FEATURES
-                )
+                sight = visibility.selected(block, i_h, call, options)
                 t_first, t_end = visibility.range_of(visits, MASKED)
                 last = gl.convert_layout(no_ds, p_l)  # there is no tile before the first
                 upcoming = visibility.first_tile(visits, MASKED, FEATURES)
