@@ -134,8 +134,8 @@ DEFERRED_MUTANTS = {
         "if t_first < t_end:\n                        sums",
         "if t_first < 0:\n                        sums",
     ),
-    "operand-of-another-tile": ("ds = products.unpacked(b_ds, dtype, p_l)\n        if", "ds = ds\n        if"),
-    "tangent-of-another-tile": ("tds = products.unpacked(b_tds, dtype, p_l)", "tds = tds"),
+    "operand-of-another-tile": ("ds = products.unpacked(b_ds, dtype, products.operand_layout(options.T))", "ds = ds"),
+    "tangent-of-another-tile": ("tds = products.unpacked(b_tds, dtype, products.operand_layout(T))", "tds = tds"),
 }
 
 
@@ -373,7 +373,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
         ("ints.n + ints.concurrent - 1", "ints.n + ints.concurrent"),
         ("index(at.slot).store(number)", "index(at.slot).store(number - 1)"),
         ("return block, first + i_head", "return block, i_head"),
-        ("if AFTER and FEATURES.dynamic:", "if False:"),
+        ("if AFTER and options.FEATURES.dynamic:", "if False:"),
     ],
     ids=["begins-too-late", "does-not-end", "wrongly-sent", "first-heads-again", "resident-rows-not-loaded"],
 )
@@ -656,7 +656,7 @@ MUTANTS = {  # and whether it takes late copies to notice
     "queries-overwritten": ("mbarrier.wait(memory.q_empty.index(i), q_at.phase)", "pass", False),
     "queries-given-back-early": ("pred=tick == last_tick", "pred=tick != last_tick", False),
     "out-of-turn": (
-        "mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)",
+        "mbarrier.arrive(turn.index((w + 1) % options.GROUPS), count=1)",
         "mbarrier.arrive(turn.index(w), count=1)",
         False,
     ),
@@ -848,7 +848,7 @@ def test_one_pass_broken_fails(old, new, late):
         ("D96-lengths", "ring.clean(matrix(memory.k, w), 0, n)", "pass"),
         ("lag-2", "mbarrier.wait(memory.dq_empty.index(w), odd)", "pass"),
         ("D64", "wait_empty(memory.ds_empty, kept)", "pass"),
-        ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)", "pass"),
+        ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % options.GROUPS), count=1)", "pass"),
         ("deferred", "options.SLOTS - 1, options.SLOTS)", "options.SLOTS, options.SLOTS)"),
     ],
 )

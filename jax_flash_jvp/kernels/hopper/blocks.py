@@ -63,7 +63,7 @@ def block_of(i, ints, selection, options):
 
 @gluon.jit
 def visits_of_head(i_g, block, ints, selection, options):
-    """The tiles to visit for a query head, the i_g-th of a group: a list (`portable/visibility.py`), or those within the bounds."""
+    """The tiles to visit for a query head, the i_g-th of a group: a list, as `portable/visibility.py` makes it, or by bounds."""
     T: gl.constexpr = options.T
     FEATURES: gl.constexpr = options.FEATURES
     if FEATURES.tiles.present:

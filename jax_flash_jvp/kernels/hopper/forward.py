@@ -37,43 +37,40 @@ Results = namedtuple("Results", "O LSE TO MU EXCHANGE")  # the last between prog
 
 @gluon.jit
 def load_queries(arrays, i_b, i_h, row, memory, q_at, options):
-    HAS_TQ: gl.constexpr = options.HAS_TQ
     for w in gl.static_range(options.HEIGHT):
         i = q_at.slot * options.HEIGHT + w
         bar = memory.q_full.index(i)
         mbarrier.wait(memory.q_empty.index(i), q_at.phase)
-        ring.expect(bar, 2 if HAS_TQ else 1, arrays.q)
+        ring.expect(bar, 2 if options.HAS_TQ else 1, arrays.q)
         ring.load_resident(arrays.q, i_b, i_h, row, bar, memory.q, i, w)
-        if HAS_TQ:
+        if options.HAS_TQ:
             ring.load_resident(arrays.tq, i_b, i_h, row, bar, memory.tq, i, w)
 
 
 @gluon.jit
 def load_block(i, at, q_at, arrays, memory, call, options):
-    T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
-    FEATURES: gl.constexpr = options.FEATURES
     block = block_of(i, call.ints, call.selection, options)
     i_b, i_h, q_row = block.i_b, block.i_a, block.i_block * (options.HEIGHT * GROUP_ROWS)
     visits = visits_of_head(0, block, call.ints, call.selection, options)
     i_k = i_h // call.ints.GROUP
     # one block after the other: behind the first tiles, where there is room for these alone while queries are still needed
-    AFTER: gl.constexpr = FEATURES.persistent and options.BUFFERS == 1
+    AFTER: gl.constexpr = options.FEATURES.persistent and options.BUFFERS == 1
     if not AFTER:
         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
     first = 1
     for MASKED in gl.static_range(2):
-        if visibility.has_loop(MASKED, options.HAS_MASKED, FEATURES):
+        if visibility.has_loop(MASKED, options.HAS_MASKED, options.FEATURES):
             t_first, t_end = visibility.range_of(visits, MASKED)
             for t in range(t_first, t_end):
-                row = visibility.tile_at(t, visits, MASKED, FEATURES) * T
-                at = ring.load_tile(arrays.k, arrays.tk, i_b, i_k, row, memory, at, T, SLOTS, options.HAS_TK)
-                at = ring.load_tile(arrays.v, arrays.tv, i_b, i_k, row, memory, at, T, SLOTS, options.HAS_TV)
+                row = visibility.tile_at(t, visits, MASKED, options.FEATURES) * options.T
+                at = ring.load_tile(arrays.k, arrays.tk, i_b, i_k, row, memory, at, options.T, SLOTS, options.HAS_TK)
+                at = ring.load_tile(arrays.v, arrays.tv, i_b, i_k, row, memory, at, options.T, SLOTS, options.HAS_TV)
                 if AFTER:
                     if first == 1:
                         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
                     first = 0
-    if AFTER and FEATURES.dynamic:
+    if AFTER and options.FEATURES.dynamic:
         if first == 1:
             load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
     return at
@@ -93,13 +90,12 @@ def is_constant(x):
 def scores(q, tq, kk, next_turn, later, tick, scale, row, k_row, sight, b_bits, MASKED: gl.constexpr, options):
     """q kᵀ [64, T], −∞ where k is hidden, and q k̇ᵀ + q̇ kᵀ, which is still to be waited for, with k̇ below k in kk.  Ends a
     turn, but for the first scores, which come before any (not `later`)."""
-    C: gl.constexpr = options.C
     T: gl.constexpr = options.T
     HAS_TQ: gl.constexpr = options.HAS_TQ
     HAS_TK: gl.constexpr = options.HAS_TK
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, product_layout(T))
     PAIRED: gl.constexpr = HAS_TK and options.C > 64  # both products of q in one; at 64 that is slower
-    N_TS: gl.constexpr = 0 if PAIRED else products.parts(C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
+    N_TS: gl.constexpr = 0 if PAIRED else products.parts(options.C) * ((1 if HAS_TQ else 0) + (1 if HAS_TK else 0))
     k = ring.rows_from(kk, 0, T)
     b_ts = zero
     if PAIRED:
@@ -159,17 +155,16 @@ def begun(block, w: gl.constexpr, sums, rows, call, options):
 def end_block(i, w: gl.constexpr, tick, sums, rows, query_end, call, options):
     """Writes what a warpgroup has summed, (o,), (l, m) or (o, ȯ), (l, m, c), or hands it over, if another program ends the
     block.  What block it is, is worked out again, where the loop has no registers for it."""
-    FEATURES: gl.constexpr = options.FEATURES
     WIDEST: gl.constexpr = products.width(options.C, 0) if options.SPLIT else options.C
     EXCHANGE = call.results.EXCHANGE
-    again = i if options.C <= 64 and not FEATURES.shared else unfolded(i, tick)
+    again = i if options.C <= 64 and not options.FEATURES.shared else unfolded(i, tick)
     block = block_of(again, call.ints, call.selection, options)
     row = (block.i_block * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
-    if FEATURES.shared:
+    if options.FEATURES.shared:
         sums, rows = finish(EXCHANGE, block.work, w, options.GROUPS, sums, rows, WIDEST, False)
     if block.work.handed_over:
-        if FEATURES.shared:
-            hand_over(EXCHANGE, programs.in_wave(call.ints, FEATURES), w, options.GROUPS, sums, rows, WIDEST)
+        if options.FEATURES.shared:
+            hand_over(EXCHANGE, programs.in_wave(call.ints, options.FEATURES), w, options.GROUPS, sums, rows, WIDEST)
     else:
         if len(sums) == 2:
             write_dual(block, row, w, sums, rows, query_end, call, options)
@@ -179,14 +174,12 @@ def end_block(i, w: gl.constexpr, tick, sums, rows, query_end, call, options):
 
 @gluon.jit
 def write_dual(block, row, w: gl.constexpr, both, rows, query_end, call, options):
-    FEATURES: gl.constexpr = options.FEATURES
-    LINEAR: gl.constexpr = options.LINEAR
     FIRST: gl.constexpr = w if options.SPLIT else 0  # part of the columns
     r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
     i_b, i_h, HQ, LQ = block.i_b, block.i_a, call.ints.HQ, call.ints.LQ
     b_o, b_to = both
     b_l, b_m, b_c = rows
-    if LINEAR:
+    if options.LINEAR:
         nothing = b_m == float("inf")
     else:
         nothing = (b_l == 0.0) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= query_end)  # and padding
@@ -194,32 +187,31 @@ def write_dual(block, row, w: gl.constexpr, both, rows, query_end, call, options
         b_o = products.scaled(b_o, 1.0 / b_l)
         b_to = products.scaled(b_to, 1.0 / b_l)
         b_lse = (b_m + gl.log2(b_l)) * products.LN2
-        if FEATURES.empty_rows:
+        if options.FEATURES.empty_rows:
             b_o = products.zeroed(b_o, nothing)
             b_lse = gl.where(nothing, -float("inf"), b_lse)
-    if FEATURES.empty_rows:
+    if options.FEATURES.empty_rows:
         b_to = products.zeroed(b_to, nothing)
         b_c = gl.where(nothing, 0.0, b_c)
-    if not LINEAR:
+    if not options.LINEAR:
         products.store_rows(call.results.O, i_b, i_h, HQ, row, LQ, b_o, options.C, FIRST)
     products.store_rows(call.results.TO, i_b, i_h, HQ, row, LQ, b_to, options.C, FIRST)
     if FIRST == 0:
-        if not LINEAR:
+        if not options.LINEAR:
             products.store_statistics(call.results.LSE, i_b * HQ + i_h, row, LQ, b_lse, r_l)
         products.store_statistics(call.results.MU, i_b * HQ + i_h, row, LQ, b_c, r_l)
 
 
 @gluon.jit
 def write_plain(block, row, b_o, rows, query_end, call, options):
-    FEATURES: gl.constexpr = options.FEATURES
     r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
     i_b, i_h, HQ, LQ = block.i_b, block.i_a, call.ints.HQ, call.ints.LQ
     b_l, b_m = rows
     b_lse = (b_m + gl.log2(b_l)) * products.LN2
-    if FEATURES.empty_rows:
+    if options.FEATURES.empty_rows:
         b_l = gl.where(b_l == 0.0, 1.0, b_l)
     b_o = products.scaled(b_o, 1.0 / b_l)
-    if FEATURES.empty_rows:
+    if options.FEATURES.empty_rows:
         nothing = (b_lse == -float("inf")) | (row + gl.arange(0, GROUP_ROWS, layout=r_l) >= query_end)
         b_lse = gl.where(nothing, -float("inf"), b_lse)
         b_o = products.zeroed(b_o, nothing)
@@ -232,29 +224,23 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
     """If LINEAR, the tangent alone: P comes from the saved ℓ, so nothing is rescaled."""
     C: gl.constexpr = options.C
     T: gl.constexpr = options.T
-    SLOTS: gl.constexpr = options.SLOTS
     FEATURES: gl.constexpr = options.FEATURES
-    HAS_TV: gl.constexpr = options.HAS_TV
-    LINEAR: gl.constexpr = options.LINEAR
-    SPLIT: gl.constexpr = options.SPLIT
     full, empty, turn = memory.full, memory.empty, memory.turn
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
-    r_l: gl.constexpr = gl.SliceLayout(1, s_l)
+    r_l: gl.constexpr = gl.SliceLayout(1, product_layout(T))
     HAS_TS: gl.constexpr = options.HAS_TQ or options.HAS_TK
-    HAS_O: gl.constexpr = HAS_TS or not LINEAR
+    HAS_O: gl.constexpr = HAS_TS or not options.LINEAR
     SLACK: gl.constexpr = 8 if memory.q[0].dtype == gl.bfloat16 else 0  # float16 has no room above P∘Ṡ
     next_turn = turn.index((w + 1) % options.GROUPS)
     first_tick = tick
     last_tick = tick + visits.plain_end - visits.plain_first + visits.masked_end - visits.masked_first - 1
-    if LINEAR:
+    if options.LINEAR:
         b_m = saved_maxima(row, block, call, r_l)
     else:
         b_m = gl.full([GROUP_ROWS], products.LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_c = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_o = products.sums(products.width(C, w) if SPLIT else C)
-    b_to = products.sums(products.width(C, w) if SPLIT else C)
+    b_o = products.sums(products.width(C, w) if options.SPLIT else C)
+    b_to = products.sums(products.width(C, w) if options.SPLIT else C)
     if FEATURES.shared:
         both, rows = begun(block, w, (b_o, b_to), (b_l, b_m, b_c), call, options)
         b_o, b_to = both
@@ -267,10 +253,10 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 j, upcoming = visibility.next_tile(t, upcoming, visits, MASKED, FEATURES)
                 b_bits = visibility.bits(row, j * T, sight, MASKED, options)
                 q = matrix(memory.q, unfolded(own_queries, tick))
-                v_at = advance(k_at, SLOTS)
+                v_at = advance(k_at, options.SLOTS)
                 kk = matrix(memory.ring, k_at.slot)
-                vv = products.own_columns(matrix(memory.ring, v_at.slot), w, SPLIT)
-                v, tv = ring.rows_from(vv, 0, T), ring.rows_from(vv, T, T) if HAS_TV else vv
+                vv = products.own_columns(matrix(memory.ring, v_at.slot), w, options.SPLIT)
+                v, tv = ring.rows_from(vv, 0, T), ring.rows_from(vv, T, T) if options.HAS_TV else vv
 
                 wait(full, k_at)
                 tq = matrix(memory.tq, unfolded(own_queries, tick))
@@ -278,7 +264,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 b_s, b_ts = scores(
                     q, tq, kk, next_turn, later, tick, call.scale, row, j * T, sight, b_bits, MASKED, options
                 )
-                if LINEAR:
+                if options.LINEAR:
                     b_p = gl.exp2(b_s * (call.scale * LOG2E) - gl.expand_dims(b_m, 1))
                     b_pl = gl.sum(b_p, 1)
                     b_l += b_pl
@@ -288,7 +274,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                     )
                     b_o = products.rescaled(b_o, alpha)
                     b_to = products.rescaled(b_to, alpha)
-                p = gl.convert_layout(b_p.to(memory.q[0].dtype), p_l)
+                p = products.operand(b_p.to(memory.q[0].dtype))
                 per_l = 1.0 / gl.where(b_l == 0.0, 1.0, b_l)
                 if HAS_TS:
                     b_ts = warpgroup_mma_wait(0, deps=[b_ts])
@@ -310,13 +296,13 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                     mbarrier.wait(turn.index(w), tick & 1)
                 if HAS_O:
                     b_o = accumulated(p, v, b_o)
-                if HAS_TV:
+                if options.HAS_TV:
                     if MASKED and FEATURES.key_lengths:
                         ring.clean(tv, j * T, sight.key_end)
                     b_to = accumulated(p, tv, b_to)
                 if HAS_TS:  # behind the products just issued
                     b_pt = b_p * (b_ts * call.scale - gl.expand_dims(b_c, 1))
-                    pt = gl.convert_layout(b_pt.to(memory.q[0].dtype), p_l)
+                    pt = products.operand(b_pt.to(memory.q[0].dtype))
                     b_to = accumulated(pt, v, b_to)
                     b_to, pt = settled(b_to, pt)
                 if HAS_O:
@@ -324,7 +310,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 if not HAS_TS:
                     b_to, p = settled(b_to, p)
                 ring.give_back(empty, v_at)
-                k_at = advance(v_at, SLOTS)
+                k_at = advance(v_at, options.SLOTS)
                 tick += 1
 
     if options.TURNS:
@@ -337,25 +323,19 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
 
 @gluon.jit
 def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight, visits, memory, call, options):
-    C: gl.constexpr = options.C
     T: gl.constexpr = options.T
-    SLOTS: gl.constexpr = options.SLOTS
-    GROUPS: gl.constexpr = options.GROUPS
-    TURNS: gl.constexpr = options.TURNS
     FEATURES: gl.constexpr = options.FEATURES
-    SCORES_ALONE: gl.constexpr = C > 96  # in a turn, without P V
+    SCORES_ALONE: gl.constexpr = options.C > 96  # in a turn, without P V
     slots, full, empty, turn = memory.ring, memory.full, memory.empty, memory.turn
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
-    r_l: gl.constexpr = gl.SliceLayout(1, s_l)
+    r_l: gl.constexpr = gl.SliceLayout(1, product_layout(T))
     b_m = gl.full([GROUP_ROWS], products.LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_o = products.sums(C)
+    b_o = products.sums(options.C)
     if FEATURES.shared:
         one, rows = begun(block, w, (b_o,), (b_l, b_m), call, options)
         b_o = one[0]
         b_l, b_m = rows
-    zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
+    zero = gl.zeros([GROUP_ROWS, T], gl.float32, product_layout(T))
     for MASKED in gl.static_range(2):
         t_first, t_end = visibility.range_of(visits, MASKED)
         # P is handed from one tile to the next but not from one loop to the other
@@ -375,29 +355,29 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
             b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, call.scale, 0)
             b_o = products.scaled(b_o, alpha)
             pairs = products.packed(b_p, memory.q[0].dtype)
-            v_at = advance(k_at, SLOTS)
+            v_at = advance(k_at, options.SLOTS)
             for t in range(t_first + 1, t_end):
                 v_row = j * T
                 j, upcoming = visibility.next_tile(t, upcoming, visits, MASKED, FEATURES)
                 b_bits = visibility.bits(row, j * T, sight, MASKED, options)
-                k_at = advance(v_at, SLOTS)
+                k_at = advance(v_at, options.SLOTS)
                 wait(full, k_at)
-                if TURNS:
+                if options.TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
                 k = matrix(slots, k_at.slot)
                 b_s = products.score_product(q, k, zero, False)
-                if TURNS and SCORES_ALONE:
-                    mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
+                if options.TURNS and SCORES_ALONE:
+                    mbarrier.arrive(turn.index((w + 1) % options.GROUPS), count=1)
                 wait(full, v_at)
                 v = matrix(slots, v_at.slot)
                 if MASKED and FEATURES.key_lengths:
                     ring.clean(v, v_row, sight.key_end)
-                p = products.unpacked(pairs, memory.q[0].dtype, p_l)
+                p = products.unpacked(pairs, memory.q[0].dtype, products.operand_layout(T))
                 b_o = accumulated(p, v, b_o)
-                if TURNS and not SCORES_ALONE:
-                    mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
+                if options.TURNS and not SCORES_ALONE:
+                    mbarrier.arrive(turn.index((w + 1) % options.GROUPS), count=1)
                 seen = visibility.loaded_visibility(row, j * T, sight, MASKED, options)
-                b_s = warpgroup_mma_wait(products.parts(C), deps=[b_s])
+                b_s = warpgroup_mma_wait(products.parts(options.C), deps=[b_s])
                 ring.give_back(empty, k_at)
                 b_s = visibility.masked_scores(b_s, seen, b_bits, row, j * T, sight, MASKED, options)
                 b_p, _, alpha, b_m, b_l = softmax(b_s, gl.max(b_s, 1), b_m, b_l, call.scale, 0)
@@ -405,17 +385,17 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
                 ring.give_back(empty, v_at)
                 pairs = products.packed(b_p, memory.q[0].dtype)
                 b_o = products.scaled(b_o, alpha)
-                v_at = advance(k_at, SLOTS)
+                v_at = advance(k_at, options.SLOTS)
                 tick += 1
             wait(full, v_at)
             v = matrix(slots, v_at.slot)
             if MASKED and FEATURES.key_lengths:
                 ring.clean(v, j * T, sight.key_end)
-            p = products.unpacked(pairs, memory.q[0].dtype, p_l)
+            p = products.unpacked(pairs, memory.q[0].dtype, products.operand_layout(T))
             b_o = accumulated(p, v, b_o)
             b_o, p = settled(b_o, p)
             ring.give_back(empty, v_at)
-            k_at = advance(v_at, SLOTS)
+            k_at = advance(v_at, options.SLOTS)
     mbarrier.arrive(memory.q_empty.index(own_queries), count=1)
     end_block(i, w, tick, (b_o,), (b_l, b_m), sight.query_end, call, options)
     return k_at, tick
@@ -443,21 +423,20 @@ def consume(w: gl.constexpr, memory, call, options):
 @gluon.jit
 def program(arrays, call, options):
     """Its shared memory, its warps."""
-    GROUPS: gl.constexpr = options.GROUPS
     TURNS: gl.constexpr = options.TURNS
     RESIDENT: gl.constexpr = options.HEIGHT * options.BUFFERS
     q_s = ring.tiles(arrays.q, RESIDENT)
     tq_s = ring.tiles(arrays.q, RESIDENT) if options.HAS_TQ else q_s
     ring_s = ring.tiles(arrays.k, options.SLOTS, 2 if options.HAS_TK or options.HAS_TV else 1)
     q_full = ring.barriers(RESIDENT, 1)
-    q_empty = ring.barriers(RESIDENT, GROUPS // options.HEIGHT)
+    q_empty = ring.barriers(RESIDENT, options.GROUPS // options.HEIGHT)
     full = ring.barriers(options.SLOTS, 1)
-    empty = ring.barriers(options.SLOTS, GROUPS)
-    turn = ring.barriers(GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
+    empty = ring.barriers(options.SLOTS, options.GROUPS)
+    turn = ring.barriers(options.GROUPS, 1) if TURNS else full  # an unused barrier's memory would be given to others
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    numbers = programs.queue(GROUPS) if options.FEATURES.dynamic else full
+    numbers = programs.queue(options.GROUPS) if options.FEATURES.dynamic else full
     memory = Memory(q_s, tq_s, ring_s, q_full, q_empty, full, empty, turn, numbers)
     run(consume, produce, arrays, memory, call, options)
 

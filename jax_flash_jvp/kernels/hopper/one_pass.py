@@ -15,9 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from jax_flash_jvp.kernels.hopper import adding, ring, step_one_pass, step_one_pass_dual
+from jax_flash_jvp.kernels.hopper import adding, products, ring, step_one_pass, step_one_pass_dual
 from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
-from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout, scaled, store_rows, sums, unfolded, zeroed
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout, unfolded
 from jax_flash_jvp.kernels.hopper.programs import Integers, aligned
 from jax_flash_jvp.kernels.hopper.ring import described, matrix
 from jax_flash_jvp.kernels.hopper.skeleton import run_adding
@@ -57,22 +57,20 @@ def load_keys(x, tx, place, bar, buffers, t_buffers, options):
 @gluon.jit
 def load_streamed(x, tx, statistics, place, use, buffers, statistic_buffers, full, empty, options):
     """A tile of rows and of their tangents, and a statistic for each of these."""
-    T: gl.constexpr = options.T
     N: gl.constexpr = len(statistics)
     i_b, i_h, row, of_statistics = place
     bar = full.index(use.slot)
     adding.wait_empty(empty, use)
     ring.expect(bar, N, x, N * statistics[0].block_type.nbytes)
-    ring.load(x, i_b, i_h, row, bar, buffers, use.slot, 0, T)
+    ring.load(x, i_b, i_h, row, bar, buffers, use.slot, 0, options.T)
     if options.DUAL:
-        ring.load(tx, i_b, i_h, row, bar, buffers, use.slot, T, T)
+        ring.load(tx, i_b, i_h, row, bar, buffers, use.slot, options.T, options.T)
     for I in gl.static_range(N):
         ring.async_load(statistics[I], [of_statistics], bar, statistic_buffers[I].index(use.slot))
 
 
 @gluon.jit
 def produce(arrays, memory, call, options):
-    T: gl.constexpr = options.T
     ints = call.ints
     block = block_of(gl.program_id(0), ints, call.selection, options)
     i_b = block.i_b
@@ -88,11 +86,11 @@ def produce(arrays, memory, call, options):
             j = adding.tile_of(t, visits, options)
             if options.DUAL:  # the order in which each kernel was measured
                 use = adding.slot_of(i, options.SLOTS)
-                place = (i_b, i_h, j * T, ((i_b * ints.HQ + i_h) * n_tiles + j) * T)
+                place = (i_b, i_h, j * options.T, ((i_b * ints.HQ + i_h) * n_tiles + j) * options.T)
             else:
                 of_tile = (i_b * ints.HQ + i_h) * n_tiles + j
                 use = adding.slot_of(i, options.SLOTS)
-                place = (i_b, i_h, j * T, of_tile * T)
+                place = (i_b, i_h, j * options.T, of_tile * options.T)
             load_streamed(
                 arrays.q, arrays.tq, arrays.of_q, place, use, memory.q, memory.of_q, memory.q_full, memory.q_empty, options
             )  # fmt: skip
@@ -135,7 +133,7 @@ def as_after(i, ints):
 @gluon.jit
 def first_sums(options):
     """Zeros for dk and dv, and for their tangents."""
-    none = sums(options.C)
+    none = products.sums(options.C)
     if options.DUAL:
         return none, none, none, none
     else:
@@ -144,19 +142,15 @@ def first_sums(options):
 
 @gluon.jit
 def consume(w: gl.constexpr, memory, call, options):
-    T: gl.constexpr = options.T
-    FEATURES: gl.constexpr = options.FEATURES
     steps: gl.constexpr = step_one_pass_dual if options.DUAL else step_one_pass
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     ints, selection = call.ints, call.selection
     block = block_of(gl.program_id(0), ints, selection, options)
     a_start = (block.i_block * options.GROUPS + w) * GROUP_ROWS
     totals = first_sums(options)
-    ds = gl.convert_layout(gl.zeros([GROUP_ROWS, T], memory.ds.dtype, s_l), p_l)
+    ds = products.operand(gl.zeros([GROUP_ROWS, options.T], memory.ds.dtype, product_layout(options.T)))
     mbarrier.wait(memory.k_full.index(0), 0)
     mbarrier.wait(memory.v_full.index(0), 0)
-    if FEATURES.key_lengths:
+    if options.FEATURES.key_lengths:
         clean_resident(w, block.key_end - a_start, memory, options)
     turn = options.LAG + w
     if options.CORRECTED:
@@ -193,15 +187,17 @@ def write_block(block, w: gl.constexpr, totals, call, options):
     b_scale = gl.full([GROUP_ROWS], call.scale, gl.float32, r_l)
     ready = ()
     for I in gl.static_range(len(totals)):
-        ready = ready + (scaled(totals[I], b_scale) if I % 2 == 0 else totals[I],)
+        ready = ready + (products.scaled(totals[I], b_scale) if I % 2 == 0 else totals[I],)
     if options.FEATURES.key_lengths:
         present = ()
         for I in gl.static_range(len(totals)):
-            present = present + (zeroed(ready[I], o_a >= block.key_end),)
+            present = present + (products.zeroed(ready[I], o_a >= block.key_end),)
         ready = present
     for I in gl.static_range(0, len(totals), 2):
-        store_rows(call.results[I + 1], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I + 1], options.C)
-        store_rows(call.results[I], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I], options.C)
+        products.store_rows(
+            call.results[I + 1], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I + 1], options.C
+        )
+        products.store_rows(call.results[I], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I], options.C)
 
 
 # ------------------------------------------------------------------------------------------------ shared memory
@@ -229,20 +225,19 @@ def floats_of_each(descs, N: gl.constexpr):
 @gluon.jit
 def program(arrays, call, options):
     """Its shared memory, its warps."""
-    T: gl.constexpr = options.T
     GROUPS: gl.constexpr = options.GROUPS
     SLOTS: gl.constexpr = options.SLOTS
     N: gl.constexpr = 2 if options.DUAL else 1  # tiles with tangents
     dtype: gl.constexpr = arrays.k[0].dtype
     # swizzled in rows of T, so that half of the columns are a tile as well
-    ds_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * T, element_bitwidth=16, rank=2)
+    ds_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * options.T, element_bitwidth=16, rank=2)
     k = ring.tiles(arrays.k, GROUPS)
     tk = ring.tiles(arrays.tk, GROUPS) if options.DUAL else ()
     v = ring.tiles(arrays.v, GROUPS)
     tv = ring.tiles(arrays.tv, GROUPS) if options.DUAL else ()
     q, do = ring.tiles(arrays.q, SLOTS, N), ring.tiles(arrays.do, SLOTS, N)
     of_q, of_do = floats_of_each(arrays.of_q, SLOTS), floats_of_each(arrays.of_do, SLOTS)
-    ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, N * T], ds_l)
+    ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, N * options.T], ds_l)
     dq = floats_of_each(arrays.dq, 1)
     ones = of_q[0]
     rows = of_q[0]

@@ -47,8 +47,19 @@ def columns(channels):
 
 @triton.constexpr_function
 def product_layout(columns):
-    """The layout in registers of what a warpgroup multiplies."""
+    """The layout in registers of what a warpgroup makes by multiplying."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@triton.constexpr_function
+def operand_layout(columns):
+    """The layout in registers of what it multiplies with so many rows in shared memory."""
+    return gl.DotOperandLayout(operand_index=0, parent=product_layout(columns), k_width=2)
+
+
+@gluon.jit
+def operand(b_x):
+    return gl.convert_layout(b_x, operand_layout(b_x.shape[1]))
 
 
 @gluon.jit
@@ -95,8 +106,8 @@ def unpacked(b_p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def sum_product(p, rows, b_x, PART: gl.constexpr):
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(rows[PART].shape[1]), k_width=2)
-    return warpgroup_mma(gl.convert_layout(p, p_l), rows[PART], b_x[PART], is_async=True)
+    p = gl.convert_layout(p, operand_layout(rows[PART].shape[1]))
+    return warpgroup_mma(p, rows[PART], b_x[PART], is_async=True)
 
 
 @gluon.jit

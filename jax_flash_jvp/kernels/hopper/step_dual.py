@@ -54,8 +54,6 @@ def step(tile, of_rows, sums, tds, w: gl.constexpr, memory, scale, MASKED: gl.co
     N_P: gl.constexpr = N * (options.WANT_C + P_TE)
     N_DS: gl.constexpr = N * (options.WANT_A + DS_TB)
     N_PW: gl.constexpr = N * PW_E
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     dtype: gl.constexpr = memory.a[0].dtype
     b_da, b_dc, b_tda, b_tdc, b_r, b_tr = sums
     steps.clean_tile(tile, memory, MASKED, options)
@@ -81,7 +79,7 @@ def step(tile, of_rows, sums, tds, w: gl.constexpr, memory, scale, MASKED: gl.co
     b_s, b_ts = taken_apart(b_s, options.USE_TB, T)
     b_p = steps.probabilities(b_s, lse2, seen, tile, scale, MASKED, options)  # (2)
     if N_P > 0:
-        p = gl.convert_layout(b_p.to(dtype), p_l)
+        p = products.operand(b_p.to(dtype))
     if options.USE_W:
         b_ts -= steps.statistic(of_rows.mu, steps.MU, tile, memory, options) * of_rows.per_scale
     if options.USE_TA:
@@ -97,7 +95,7 @@ def step(tile, of_rows, sums, tds, w: gl.constexpr, memory, scale, MASKED: gl.co
         b_dp -= delta
     if N_DS > 0:
         b_ds = products.packed(b_p * b_dp, dtype)  # (5)
-        ds = products.unpacked(b_ds, dtype, p_l)
+        ds = products.unpacked(b_ds, dtype, products.operand_layout(T))
     if DS_TB:
         b_tda = accumulated(ds, products.own_columns(tile.tb, w, SPLIT), b_tda)  # (6')
     if options.WANT_A:
@@ -112,14 +110,14 @@ def step(tile, of_rows, sums, tds, w: gl.constexpr, memory, scale, MASKED: gl.co
         if options.USE_TC:
             b_tdp = products.score_product(matrix(memory.tc, tile.resident), tile.e, b_tdp, True)  # (4')
     if PW_E:
-        pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
+        pw = products.operand((b_p * b_w).to(dtype))
         b_tdc = accumulated(pw, products.own_columns(tile.e, w, SPLIT), b_tdc)  # (3')
     if options.WANT_TA:
         if options.USE_TC:
             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
         b_r = steps.with_row_sums(b_r, b_ds, options.SUM_DS, of_rows, tile, dtype)
         b_tds = products.packed(b_p * b_tdp, dtype)  # (5')
-        tds = products.unpacked(b_tds, dtype, p_l)
+        tds = products.unpacked(b_tds, dtype, products.operand_layout(T))
         if not options.DEFERRED:
             b_tda = accumulated(tds, products.own_columns(tile.b, w, SPLIT), b_tda)  # (6')
             b_tda, tds = settled(b_tda, tds)

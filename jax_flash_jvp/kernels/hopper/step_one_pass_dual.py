@@ -33,11 +33,10 @@ FLOATS = gl.constexpr(4 * 32)  # rows of 32 floats that TMA adds at a time
 @gluon.jit
 def key_product(i, slot, keys, N: gl.constexpr, memory, options):
     """xᵀ ds, of keys or their tangents x and the first N columns of a place of dS and ḋS, over all keys of the block."""
-    GROUPS: gl.constexpr = options.GROUPS
     b_x = gl.zeros([COLUMNS, N], gl.float32, product_layout(N))
-    for w in gl.static_range(GROUPS):
+    for w in gl.static_range(options.GROUPS):
         x = matrix(keys, unfolded(w, i))[0].permute((1, 0))
-        ds = memory.ds.index(GROUPS * slot + w).slice(0, N, 1)
+        ds = memory.ds.index(options.GROUPS * slot + w).slice(0, N, 1)
         b_x = warpgroup_mma(x, ds, b_x, use_acc=w > 0, is_async=True)
     return b_x
 
@@ -69,9 +68,6 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
 def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ḋs, whose product is issued with the next tile's scores."""
     T: gl.constexpr = options.T
-    FEATURES: gl.constexpr = options.FEATURES
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     dtype: gl.constexpr = memory.ds.dtype
     zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
     b_dk, b_dv, b_tdk, b_tdv = sums
@@ -84,7 +80,7 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
     do_tdo = matrix(memory.do, use.slot)
     q, tq = rows_from(q_tq, 0, T), rows_from(q_tq, T, T)
     do, tdo = rows_from(do_tdo, 0, T), rows_from(do_tdo, T, T)
-    if FEATURES.query_lengths:
+    if options.FEATURES.query_lengths:
         if masked:
             wait(memory.q_full, use)
             clean(q, j * T, sight.query_end)
@@ -103,7 +99,7 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
     lse2 = statistic_at(memory.of_q[0], use.slot)
     b_s = masked_scores(b_s, j, masked, a_start, sight, options)
     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)  # (2)
-    p = gl.convert_layout(b_p.to(dtype), p_l)
+    p = products.operand(b_p.to(dtype))
     b_ts -= statistic_at(memory.of_q[1], use.slot) * (1 / scale)
     b_ts = products.score_product(matrix(memory.tk, z), q, b_ts, True)  # (1')
     b_dv = accumulated(p, do, b_dv)  # (3)
@@ -112,7 +108,7 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
     b_dp, b_tdp = products.halves(b_dp)
     b_dp -= statistic_at(memory.of_do[0], use.slot)
     b_ds = (b_p * b_dp).to(dtype)  # (5)
-    ds = gl.convert_layout(b_ds, p_l)
+    ds = products.operand(b_ds)
     b_tdk = accumulated(ds, tq, b_tdk)  # (6')
     b_dk = accumulated(ds, q, b_dk)  # (6)
     place = memory.ds.index(options.GROUPS * kept.slot + w)
@@ -122,12 +118,12 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
     b_w = b_ts * scale
     b_tdp += b_dp * b_w - statistic_at(memory.of_do[1], use.slot)
     b_tdp = products.score_product(matrix(memory.tv, z), do, b_tdp, True)  # (4')
-    pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
+    pw = products.operand((b_p * b_w).to(dtype))
     b_tdv = accumulated(pw, do, b_tdv)  # (3')
     b_tdp = warpgroup_mma_wait(1, deps=[b_tdp])
     b_tds = (b_p * b_tdp).to(dtype)  # (5')
     place.slice(T, T, 1).store(b_tds)
-    tds = gl.convert_layout(b_tds, p_l)
+    tds = products.operand(b_tds)
     fence_async_shared()
     give_back(memory.ds_full, kept)
     b_tdk, ds = settled(b_tdk, ds)

@@ -16,13 +16,10 @@ from jax_flash_jvp.kernels.hopper.visibility import loaded_visibility
 @gluon.jit
 def step(tile, of_rows, sums, ds, w: gl.constexpr, memory, scale, MASKED: gl.constexpr, options):
     """The sums with this tile's, and ds, whose product (6) is issued with the next tile's scores if DEFERRED."""
-    T: gl.constexpr = options.T
     N_S: gl.constexpr = products.parts(options.C)  # products of scores, in flight
     N_P: gl.constexpr = len(sums.dc) * options.WANT_C  # of p
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     dtype: gl.constexpr = memory.a[0].dtype
-    zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
+    zero = gl.zeros([GROUP_ROWS, options.T], gl.float32, product_layout(options.T))
     b_da, b_dc, b_tda, b_tdc, b_r, b_tr = sums
     steps.clean_tile(tile, memory, MASKED, options)
     wait(memory.full, tile.b_at)
@@ -39,7 +36,7 @@ def step(tile, of_rows, sums, ds, w: gl.constexpr, memory, scale, MASKED: gl.con
     if not options.ROW:
         wait(memory.s_full, tile.s_at)
     lse2 = steps.statistic(of_rows.lse2, steps.LSE2, tile, memory, options)
-    seen = loaded_visibility(tile.a_row, tile.j * T, tile.sight, MASKED, options)
+    seen = loaded_visibility(tile.a_row, tile.j * options.T, tile.sight, MASKED, options)
     if options.DEFERRED:
         b_da, ds, b_s = products.settled_before(b_da, ds, b_s, 0 if options.LATE_DP else N_S)
         mbarrier.arrive(memory.empty.index(slot), count=1, pred=tile.t > tile.t_first)
@@ -47,7 +44,7 @@ def step(tile, of_rows, sums, ds, w: gl.constexpr, memory, scale, MASKED: gl.con
         b_s = warpgroup_mma_wait(N_S if options.WANT_A and not options.LATE_DP else 0, deps=[b_s])
     b_p = steps.probabilities(b_s, lse2, seen, tile, scale, MASKED, options)  # (2)
     if options.WANT_C:
-        p = gl.convert_layout(b_p.to(dtype), p_l)
+        p = products.operand(b_p.to(dtype))
     if options.LATE_DP:  # where this has the registers of the softmax
         wait(memory.full, tile.e_at)
         b_dp = products.score_product(matrix(memory.c, tile.resident), tile.e, zero, False)  # (4)
@@ -57,7 +54,7 @@ def step(tile, of_rows, sums, ds, w: gl.constexpr, memory, scale, MASKED: gl.con
         delta = steps.statistic(of_rows.delta, steps.DELTA, tile, memory, options)
         b_dp = warpgroup_mma_wait(N_P, deps=[b_dp])
         b_ds = products.packed(b_p * (b_dp - delta), dtype)  # (5)
-        ds = products.unpacked(b_ds, dtype, p_l)
+        ds = products.unpacked(b_ds, dtype, products.operand_layout(options.T))
         if not options.DEFERRED:
             b_da = accumulated(ds, products.own_columns(tile.b, w, options.SPLIT), b_da)  # (6)
             b_da, ds = settled(b_da, ds)

@@ -50,21 +50,18 @@ Results = namedtuple("Results", "DA DC TDA TDC EXCHANGE LSE2 DELTA T_DELTA")
 
 @gluon.jit
 def load_all_resident(arrays, i_b, i_a, row, memory, a_at, options):
-    USE_C: gl.constexpr = options.USE_C
-    USE_TA: gl.constexpr = options.USE_TA
-    USE_TC: gl.constexpr = options.USE_TC
-    COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
+    COUNT: gl.constexpr = 1 + (1 if options.USE_C else 0) + (1 if options.USE_TA else 0) + (1 if options.USE_TC else 0)
     for w in gl.static_range(options.HEIGHT):
         i = a_at.slot * options.HEIGHT + w
         bar = memory.a_full.index(i)
         mbarrier.wait(memory.a_empty.index(i), a_at.phase)
         ring.expect(bar, COUNT, arrays.a)
         ring.load_resident(arrays.a, i_b, i_a, row, bar, memory.a, i, w)
-        if USE_C:
+        if options.USE_C:
             ring.load_resident(arrays.c, i_b, i_a, row, bar, memory.c, i, w)
-        if USE_TA:
+        if options.USE_TA:
             ring.load_resident(arrays.ta, i_b, i_a, row, bar, memory.ta, i, w)
-        if USE_TC:
+        if options.USE_TC:
             ring.load_resident(arrays.tc, i_b, i_a, row, bar, memory.tc, i, w)
 
 
@@ -107,7 +104,6 @@ def load_outputs(arrays, i_b, i_a, row, memory, at, options):
 def load_block(i, state, a_at, arrays, memory, call, options):
     T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
-    FEATURES: gl.constexpr = options.FEATURES
     at, s_at = state
     ints = call.ints
     block = block_of(i, ints, call.selection, options)
@@ -115,20 +111,20 @@ def load_block(i, state, a_at, arrays, memory, call, options):
     a_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
     # as in forward.py; o is of no use without d_o, which must not wait for slots that o takes
     ROOM: gl.constexpr = options.OUTPUTS <= (SLOTS - 2) * options.PER_SLOT
-    AFTER: gl.constexpr = FEATURES.persistent and options.BUFFERS == 1 and ROOM
+    AFTER: gl.constexpr = options.FEATURES.persistent and options.BUFFERS == 1 and ROOM
     if options.OUTPUTS > 0:
         at = load_outputs(arrays, i_b, i_a, a_row, memory, at, options)
     if not AFTER:
         load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     first = 1
     for MASKED in gl.static_range(2):
-        if visibility.has_loop(MASKED, options.HAS_MASKED, FEATURES):
+        if visibility.has_loop(MASKED, options.HAS_MASKED, options.FEATURES):
             for i_g in range(block.group):
                 i_h = block.i_stream + i_g
                 visits = visits_of_head(i_g, block, ints, call.selection, options)
                 t_first, t_end = visibility.range_of(visits, MASKED)
                 for t in range(t_first, t_end):
-                    row = visibility.tile_at(t, visits, MASKED, FEATURES) * T
+                    row = visibility.tile_at(t, visits, MASKED, options.FEATURES) * T
                     if not options.ROW:
                         o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([1], [32], [1], [0]))
                         x = (i_b * ints.HQ + i_h).to(gl.int64) * ints.LQ + o_m
@@ -140,7 +136,7 @@ def load_block(i, state, a_at, arrays, memory, call, options):
                         if first == 1:
                             load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
                         first = 0
-    if AFTER and FEATURES.dynamic:
+    if AFTER and options.FEATURES.dynamic:
         if first == 1:
             load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     return at, s_at
@@ -207,25 +203,23 @@ def all_four(some, zero, options):
 @gluon.jit
 def statistics_of_outputs(i_w: gl.constexpr, at, own_rows, memory, options, LAYOUT: gl.constexpr):
     """(rowsum(d_o∘o), rowsum(ḋ_o∘o + d_o∘ȯ)) of the rows of a warpgroup."""
-    N: gl.constexpr = options.OUTPUTS
-    PER_SLOT: gl.constexpr = options.PER_SLOT
-    KINDS: gl.constexpr = N // options.HEIGHT
+    KINDS: gl.constexpr = options.OUTPUTS // options.HEIGHT
     delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
     t_delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
     c = matrix(memory.c, own_rows)
     tc = matrix(memory.tc, own_rows)
-    for I in gl.static_range(N):
-        if I % PER_SLOT == 0:
+    for I in gl.static_range(options.OUTPUTS):
+        if I % options.PER_SLOT == 0:
             wait(memory.full, at)
         if I // KINDS == i_w % options.HEIGHT:
-            o = ring.rows_from(matrix(memory.ring, at.slot), I % PER_SLOT * GROUP_ROWS, GROUP_ROWS)
+            o = ring.rows_from(matrix(memory.ring, at.slot), I % options.PER_SLOT * GROUP_ROWS, GROUP_ROWS)
             if I % KINDS == 1:
                 t_delta += ring.inner(c, o, LAYOUT)
             else:
                 delta += ring.inner(c, o, LAYOUT)
                 if options.USE_TC:
                     t_delta += ring.inner(tc, o, LAYOUT)
-        if (I + 1) % PER_SLOT == 0 or I + 1 == N:
+        if (I + 1) % options.PER_SLOT == 0 or I + 1 == options.OUTPUTS:
             ring.give_back(memory.empty, at)
             at = advance(at, options.SLOTS)
     return delta, t_delta, at
@@ -294,15 +288,10 @@ def statistics_of_rows(block, a_row, w: gl.constexpr, b_at, resident, common, me
 
 @gluon.jit
 def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
-    T: gl.constexpr = options.T
-    ROW: gl.constexpr = options.ROW
-    FEATURES: gl.constexpr = options.FEATURES
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     step: gl.constexpr = step_dual.step if options.WANT_TA or options.WANT_TC else step_plain.step
     b_at, s_at, tick = state
     ints, selection = call.ints, call.selection
-    heads = ints.HQ if ROW else ints.HQ // ints.GROUP  # of resident rows
+    heads = ints.HQ if options.ROW else ints.HQ // ints.GROUP  # of resident rows
     block = block_of(i, ints, selection, options)
     a_row = (block.i_block * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
     common = 0
@@ -312,18 +301,18 @@ def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
     resident = a_at.slot * options.HEIGHT + w % options.HEIGHT
     mbarrier.wait(memory.a_full.index(resident), a_at.phase)
     of_rows, b_at = statistics_of_rows(block, a_row, w, b_at, resident, common, memory, call, options)
-    no_ds = gl.zeros([GROUP_ROWS, T], memory.a[0].dtype, s_l)
+    no_ds = gl.zeros([GROUP_ROWS, options.T], memory.a[0].dtype, product_layout(options.T))
     for MASKED in gl.static_range(2):
-        if visibility.has_loop(MASKED, options.HAS_MASKED, FEATURES):
+        if visibility.has_loop(MASKED, options.HAS_MASKED, options.FEATURES):
             for i_g in range(block.group):
                 visits = visits_of_head(i_g, block, ints, selection, options)
-                i_h = block.i_a if ROW else block.i_stream + i_g
+                i_h = block.i_a if options.ROW else block.i_stream + i_g
                 sight = visibility.selected(block, i_h, call, options)
                 t_first, t_end = visibility.range_of(visits, MASKED)
-                last = gl.convert_layout(no_ds, p_l)  # there is no tile before the first
-                upcoming = visibility.first_tile(visits, MASKED, FEATURES)
+                last = products.operand(no_ds)  # there is no tile before the first
+                upcoming = visibility.first_tile(visits, MASKED, options.FEATURES)
                 for t in range(t_first, t_end):
-                    j, upcoming = visibility.next_tile(t, upcoming, visits, MASKED, FEATURES)
+                    j, upcoming = visibility.next_tile(t, upcoming, visits, MASKED, options.FEATURES)
                     place = (a_row, j, t, t_first, tick)
                     tile = steps.tile_at_hand(place, sight, b_at, s_at, resident, memory, MASKED, options)
                     sums, last, b_at, s_at = step(tile, of_rows, sums, last, w, memory, call.scale, MASKED, options)
@@ -333,8 +322,8 @@ def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
                         sums = with_last_product(sums, last, b_at, w, memory, options)
     mbarrier.arrive(memory.a_empty.index(resident), count=1)
     # worked out again, where the loop has no registers for it
-    again = i if options.C <= 64 and not FEATURES.shared else unfolded(i, tick)
-    write_block(again, heads, block.query_end if ROW else block.key_end, w, sums, of_rows, call, options)
+    again = i if options.C <= 64 and not options.FEATURES.shared else unfolded(i, tick)
+    write_block(again, heads, block.query_end if options.ROW else block.key_end, w, sums, of_rows, call, options)
     return b_at, s_at, tick
 
 
@@ -380,11 +369,10 @@ def write_block(i, heads, end, w: gl.constexpr, sums, of_rows, call, options):
 @gluon.jit
 def corrected(gradients, rows, of_rows, block, a_row, o_a, w: gl.constexpr, call, options):
     """dQ and ḋQ without what rounding adds to rows of dS and ḋS: README.md, "Rounding".  Writes δ and δ̇ with it."""
-    C: gl.constexpr = options.C
     FIRST: gl.constexpr = w if options.SPLIT else 0
     X, ints, results = call.statistics, call.ints, call.results
     x = (block.i_b * ints.HQ + block.i_a).to(gl.int64) * ints.LQ + o_a
-    mean = products.mean_at(block.i_b, block.i_a, block.i_stream, a_row, ints, C, options.FEATURES)
+    mean = products.mean_at(block.i_b, block.i_a, block.i_stream, a_row, ints, options.C, options.FEATURES)
     b_da, b_dc, b_tda, b_tdc = all_four(gradients, sums_of(w, options), options)
     delta, t_delta = of_rows.delta, of_rows.t_delta
     if options.SUM_DS:
@@ -392,16 +380,16 @@ def corrected(gradients, rows, of_rows, block, a_row, o_a, w: gl.constexpr, call
             excess = products.excess_of(rows[0], of_rows.lse2, X.D_LSE, x, o_a < ints.LQ, options.HAS_D_LSE)
             delta += gl.expand_dims(excess, 1)
             if options.WANT_A:
-                b_da = products.without_mean(b_da, excess, X.KEY_MEAN, mean, C, FIRST)
+                b_da = products.without_mean(b_da, excess, X.KEY_MEAN, mean, options.C, FIRST)
             if options.WANT_TA and options.USE_TB:
-                b_tda = products.without_mean(b_tda, excess, X.T_KEY_MEAN, mean, C, FIRST)
+                b_tda = products.without_mean(b_tda, excess, X.T_KEY_MEAN, mean, options.C, FIRST)
     if options.SUM_TDS:
         if of_rows.common:
             excess = products.excess_of(
                 rows[len(rows) - 1], of_rows.lse2, X.TD_LSE, x, o_a < ints.LQ, options.HAS_TD_LSE
             )
             t_delta += gl.expand_dims(excess, 1)
-            b_tda = products.without_mean(b_tda, excess, X.KEY_MEAN, mean, C, FIRST)
+            b_tda = products.without_mean(b_tda, excess, X.KEY_MEAN, mean, options.C, FIRST)
     if FIRST == 0:
         store_statistic(results.DELTA, x, delta, o_a < ints.LQ)
         if options.WANT_TA:
@@ -434,7 +422,6 @@ def consume(w: gl.constexpr, memory, call, options):
 def program(arrays, call, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
-    TURNS: gl.constexpr = options.TURNS
     RESIDENT: gl.constexpr = options.HEIGHT * options.BUFFERS
     a_s = ring.tiles(arrays.a, RESIDENT)
     c_s = ring.tiles(arrays.c, RESIDENT) if options.USE_C else a_s
@@ -446,7 +433,7 @@ def program(arrays, call, options):
     full = ring.barriers(options.SLOTS, 1)
     empty = ring.barriers(options.SLOTS, GROUPS)
     # none that is not used: its memory would be given to others
-    turn = ring.barriers(GROUPS, 1) if TURNS else full
+    turn = ring.barriers(GROUPS, 1) if options.TURNS else full
     stats = full
     s_full = full
     s_empty = full
@@ -456,7 +443,7 @@ def program(arrays, call, options):
         )
         s_full = ring.barriers(steps.STAGES, 32)  # every lane of the producer
         s_empty = ring.barriers(steps.STAGES, GROUPS)
-    if TURNS:
+    if options.TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
     numbers = programs.queue(GROUPS) if options.FEATURES.dynamic else full

@@ -139,7 +139,6 @@ def n_blocks(LQ, LK, FEATURES: gl.constexpr):
 @gluon.jit
 def selected(block, i_h, call, options):
     """What `visible` and `bits` read, for a block and a query head."""
-    ROW: gl.constexpr = options.ROW
     FEATURES: gl.constexpr = options.FEATURES
     i_b, ints, selection = block.i_b, call.ints, call.selection
     LQ, LK = ints.LQ, ints.LK
@@ -147,16 +146,16 @@ def selected(block, i_h, call, options):
     blocks = selection.BLOCKS
     MASK_AXES: gl.constexpr = FEATURES.mask
     if FEATURES.mask.matrix:
-        OWN: gl.constexpr = FEATURES.mask_rows if ROW else FEATURES.mask_columns
-        OTHER: gl.constexpr = FEATURES.mask_columns if ROW else FEATURES.mask_rows
+        OWN: gl.constexpr = FEATURES.mask_rows if options.ROW else FEATURES.mask_columns
+        OTHER: gl.constexpr = FEATURES.mask_columns if options.ROW else FEATURES.mask_rows
         n_q, n_k = n_blocks(LQ, LK, FEATURES)
         if FEATURES.mask_pages:
             blocks = head_slice(blocks, i_b, i_h, ints, size * (1 + n_q * n_k), MASK_AXES)
             size *= gl.load(blocks) * (OWN * words(OTHER, 32))
             blocks += 1
         else:
-            size *= n_q if ROW else n_k
-            size *= words(LK if ROW else LQ, 32)
+            size *= n_q if options.ROW else n_k
+            size *= words(LK if options.ROW else LQ, 32)
     elif FEATURES.mask.rows:
         size *= LQ
     elif FEATURES.mask.columns:
@@ -251,12 +250,11 @@ def visible(row, column, sight, options):
     """[GROUP_ROWS, T]: which of the keys from `column` on are seen by the queries from `row` on; if not ROW, which of the
     queries from `column` on see the keys from `row` on.  An interval of each row, of which an element costs a comparison or
     two; segments and masks are loaded."""
-    T: gl.constexpr = options.T
     ROW: gl.constexpr = options.ROW
     FEATURES: gl.constexpr = options.FEATURES
     query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, _, mask, _ = sight
-    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, product_layout(T)))
-    o_t = gl.arange(0, T, layout=gl.SliceLayout(0, product_layout(T)))
+    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, product_layout(options.T)))
+    o_t = gl.arange(0, options.T, layout=gl.SliceLayout(0, product_layout(options.T)))
     o_c, o_x = column_numbers(options.T)
     if ROW:
         last = gl.where(o_r < query_end, key_end - 1, -1)
@@ -311,12 +309,11 @@ def bits(row, column, sight, MASKED: gl.constexpr, options):
     """[GROUP_ROWS, T]: for each element of a packed mask (`pack`) the word that has its bit, one for each row that a thread
     holds; to be asked for as soon as a tile is known."""
     T: gl.constexpr = options.T
-    ROW: gl.constexpr = options.ROW
     FEATURES: gl.constexpr = options.FEATURES
     if MASKED and FEATURES.mask.matrix:
-        n_rows, n_columns = (sight.LQ, sight.LK) if ROW else (sight.LK, sight.LQ)
-        OWN: gl.constexpr = FEATURES.mask_rows if ROW else FEATURES.mask_columns
-        OTHER: gl.constexpr = FEATURES.mask_columns if ROW else FEATURES.mask_rows
+        n_rows, n_columns = (sight.LQ, sight.LK) if options.ROW else (sight.LK, sight.LQ)
+        OWN: gl.constexpr = FEATURES.mask_rows if options.ROW else FEATURES.mask_columns
+        OTHER: gl.constexpr = FEATURES.mask_columns if options.ROW else FEATURES.mask_rows
         w_l: gl.constexpr = words_layout(T)
         no_e: gl.constexpr = gl.SliceLayout(3, w_l)
         o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, no_e)))
@@ -325,7 +322,7 @@ def bits(row, column, sight, MASKED: gl.constexpr, options):
         o_w = gl.expand_dims(gl.expand_dims(gl.expand_dims(o_w, 0), 1), 3)
         if FEATURES.mask_pages:  # of one page, as blocks are multiples of a tile and of the rows of all warpgroups
             _, n_k = n_blocks(sight.LQ, sight.LK, FEATURES)
-            if ROW:
+            if options.ROW:
                 i_page = row // OWN * n_k + column // OTHER
             else:
                 i_page = column // OTHER * n_k + row // OWN
