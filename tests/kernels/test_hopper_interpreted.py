@@ -413,7 +413,7 @@ SHARED_MUTANTS = {
     ),
     "mean-ignored": ("products.increased(sums[1], -step, sums[0])", "sums[1]"),
     "mean-of-the-other-ignored": ("b_to = products.increased(b_to, a_1 * (between - step), b_x)", "pass"),
-    "gradients-of-the-last-alone": ("b_y = (sums[I][0] + b_x[0],)", "b_y = (sums[I][0],)"),
+    "gradients-of-the-last-alone": ("(sums[I][PART] + b_x[PART],)", "(sums[I][PART],)"),
 }
 RESUMED_MUTANTS = {  # where a part is gone on with
     "twice": ("range(work.since + work.resumed", "range(work.since"),

@@ -18,11 +18,12 @@ from jax_flash_jvp.kernels.hopper.step_one_pass_dual import COLUMNS, STREAMED
 
 
 @gluon.jit
-def own_queries(LQ):
-    """The number of this program's tile, that of its batch entry and head, and its first row there."""
+def own_queries(HQ, LQ):
+    """The numbers of this program's tile, of its batch entry and head, and of both, and its first row there."""
     n_tiles = gl.cdiv(LQ, TILE)
     i = gl.program_id(0)
-    return i, i // n_tiles, (i % n_tiles) * TILE
+    i_bh, row = i // n_tiles, (i % n_tiles) * TILE
+    return i, i_bh // HQ, i_bh % HQ, i_bh, row
 
 
 @gluon.jit
@@ -46,8 +47,7 @@ def prepare(
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """Of a tile of queries ℓ in base 2, δ, and zeros to add dq to and to count with.  Rows past the end see nothing."""
-    i, i_bh, row = own_queries(LQ)
-    i_b, i_h = i_bh // HQ, i_bh % HQ
+    i, i_b, i_h, i_bh, row = own_queries(HQ, LQ)
     x_l: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     end = LQ
     if FEATURES.query_lengths:
@@ -90,8 +90,7 @@ def scale_queries(
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, CORRECTED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries."""
-    i, i_bh, row = own_queries(LQ)
-    i_b, i_h = i_bh // HQ, i_bh % HQ
+    i, i_b, i_h, i_bh, row = own_queries(HQ, LQ)
     i_k = i_h // GROUP
     y = i.to(gl.int64) * TILE
     x_l: gl.constexpr = gl.SliceLayout(1, product_layout(products.width(C, 0)))
@@ -125,8 +124,7 @@ def prepare_dual(
 ):  # fmt: skip
     """Of two tiles of queries ℓ in base 2, μ, δ and δ̇, and zeros to add to and to count with.  Rows past the end see
     nothing."""
-    i, i_bh, row = own_queries(LQ)
-    i_b, i_h = i_bh // HQ, i_bh % HQ
+    i, i_b, i_h, i_bh, row = own_queries(HQ, LQ)
     x_l: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     end = LQ
     if FEATURES.query_lengths:
@@ -166,8 +164,7 @@ def scale_queries_dual(
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, CORRECTED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     """dQ and ḋQ of two tiles of queries."""
-    i, i_bh, row = own_queries(LQ)
-    i_b, i_h = i_bh // HQ, i_bh % HQ
+    i, i_b, i_h, i_bh, row = own_queries(HQ, LQ)
     i_k = i_h // GROUP
     y = i.to(gl.int64) * TILE
     x_l: gl.constexpr = gl.SliceLayout(1, product_layout(COLUMNS))

@@ -97,8 +97,8 @@ def stored(X, like):
 @gluon.jit
 def stored_sum(fragment, I: gl.constexpr, like, C: gl.constexpr):
     X = fragment + I * GROUP_ROWS * products.columns(C)
-    b_x = (stored(X, like[0]),)
-    for PART in gl.static_range(1, products.parts(C)):
+    b_x = ()
+    for PART in gl.static_range(products.parts(C)):
         b_x = b_x + (stored(X + GROUP_ROWS * products.before(C, PART), like[PART]),)
     return b_x
 
@@ -155,8 +155,8 @@ def plus(fragment, sums, row_values, C: gl.constexpr):
     totals = ()
     for I in gl.static_range(len(sums)):
         b_x = stored_sum(fragment, I, sums[I], C)
-        b_y = (sums[I][0] + b_x[0],)
-        for PART in gl.static_range(1, products.parts(C)):
+        b_y = ()
+        for PART in gl.static_range(products.parts(C)):
             b_y = b_y + (sums[I][PART] + b_x[PART],)
         totals = totals + (b_y,)
     return totals, added

@@ -215,14 +215,6 @@ def floats(desc, N: gl.constexpr):
 
 
 @gluon.jit
-def floats_of_each(descs, N: gl.constexpr):
-    buffers = (floats(descs[0], N),)
-    for I in gl.static_range(1, len(descs)):
-        buffers = buffers + (floats(descs[I], N),)
-    return buffers
-
-
-@gluon.jit
 def program(arrays, call, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
@@ -236,9 +228,9 @@ def program(arrays, call, options):
     v = ring.tiles(arrays.v, GROUPS)
     tv = ring.tiles(arrays.tv, GROUPS) if options.DUAL else ()
     q, do = ring.tiles(arrays.q, SLOTS, N), ring.tiles(arrays.do, SLOTS, N)
-    of_q, of_do = floats_of_each(arrays.of_q, SLOTS), floats_of_each(arrays.of_do, SLOTS)
+    of_q, of_do = [floats(x, SLOTS) for x in arrays.of_q], [floats(x, SLOTS) for x in arrays.of_do]
     ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, N * options.T], ds_l)
-    dq = floats_of_each(arrays.dq, 1)
+    dq = [floats(x, 1) for x in arrays.dq]
     ones = of_q[0]
     rows = of_q[0]
     if options.CORRECTED:

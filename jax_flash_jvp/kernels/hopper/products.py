@@ -80,8 +80,8 @@ def score_product(a, b, acc, ADD: gl.constexpr):
 @gluon.jit
 def sums(C: gl.constexpr):
     """Zeros [GROUP_ROWS, C], in parts."""
-    b_x = (gl.zeros([GROUP_ROWS, width(C, 0)], gl.float32, product_layout(width(C, 0))),)
-    for PART in gl.static_range(1, parts(C)):
+    b_x = ()
+    for PART in gl.static_range(parts(C)):
         b_x = b_x + (gl.zeros([GROUP_ROWS, width(C, PART)], gl.float32, product_layout(width(C, PART))),)
     return b_x
 
@@ -122,8 +122,8 @@ def own_columns(tile, w: gl.constexpr, SPLIT: gl.constexpr):
 @gluon.jit
 def accumulated(p, rows, b_x):
     """The sums + p rows, of an operand p and rows in shared memory; asynchronous, see `settled`."""
-    b_y = (sum_product(p, rows, b_x, 0),)
-    for PART in gl.static_range(1, len(b_x)):
+    b_y = ()
+    for PART in gl.static_range(len(b_x)):
         b_y = b_y + (sum_product(p, rows, b_x, PART),)
     return b_y
 
@@ -165,10 +165,7 @@ def by_row(b_r, b_x):
 @gluon.jit
 def scaled(b_x, b_r):
     """The sums, each row times its number."""
-    b_y = (b_x[0] * by_row(b_r, b_x[0]),)
-    for PART in gl.static_range(1, len(b_x)):
-        b_y = b_y + (b_x[PART] * by_row(b_r, b_x[PART]),)
-    return b_y
+    return [b_y * by_row(b_r, b_y) for b_y in b_x]
 
 
 @triton.constexpr_function
@@ -192,17 +189,14 @@ def rescaled_part(b_x, b_r):
 @gluon.jit
 def rescaled(b_x, b_r):
     """As `scaled`, of numbers that are mostly one: a warp in whose rows they all are passes over the multiplications."""
-    b_y = (rescaled_part(b_x[0], b_r),)
-    for PART in gl.static_range(1, len(b_x)):
-        b_y = b_y + (rescaled_part(b_x[PART], b_r),)
-    return b_y
+    return [rescaled_part(b_y, b_r) for b_y in b_x]
 
 
 @gluon.jit
 def increased(b_x, b_r, b_y):
     """x + r y, with a number r for each row."""
-    b_z = (b_x[0] + by_row(b_r, b_x[0]) * b_y[0],)
-    for PART in gl.static_range(1, len(b_x)):
+    b_z = ()
+    for PART in gl.static_range(len(b_x)):
         b_z = b_z + (b_x[PART] + by_row(b_r, b_x[PART]) * b_y[PART],)
     return b_z
 
@@ -210,10 +204,7 @@ def increased(b_x, b_r, b_y):
 @gluon.jit
 def zeroed(b_x, b_r):
     """The sums, zeros in the rows that r marks."""
-    b_y = (gl.where(by_row(b_r, b_x[0]), 0.0, b_x[0]),)
-    for PART in gl.static_range(1, len(b_x)):
-        b_y = b_y + (gl.where(by_row(b_r, b_x[PART]), 0.0, b_x[PART]),)
-    return b_y
+    return [gl.where(by_row(b_r, b_y), 0.0, b_y) for b_y in b_x]
 
 
 @gluon.jit
@@ -304,8 +295,8 @@ def mean_at(i_b, i_h, i_k, row, ints, C: gl.constexpr, FEATURES: gl.constexpr):
 @gluon.jit
 def without_mean(b_x, b_r, MEAN, at, C: gl.constexpr, FIRST: gl.constexpr):
     """The sums x − r m, of a number r for each row and mean keys m of C columns; x has those from part FIRST on."""
-    b_y = (part_without_mean(b_x[0], b_r, MEAN, at, C, FIRST),)
-    for PART in gl.static_range(1, len(b_x)):
+    b_y = ()
+    for PART in gl.static_range(len(b_x)):
         b_y = b_y + (part_without_mean(b_x[PART], b_r, MEAN, at, C, FIRST + PART),)
     return b_y
 

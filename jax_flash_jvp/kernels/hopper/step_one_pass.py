@@ -42,8 +42,8 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
         if common:
             mbarrier.wait(memory.dq_empty.index(w), odd)
             memory.rows.index(0).store(row_sums(use.slot, memory, options))
-    b_dq = (query_product(i, use.slot, 0, memory, options),)
-    for PART in gl.static_range(1, products.parts(options.C)):
+    b_dq = ()
+    for PART in gl.static_range(products.parts(options.C)):
         b_dq = b_dq + (query_product(i, use.slot, PART, memory, options),)
     if products.parts(options.C) == 1:
         b_0 = warpgroup_mma_wait(0, deps=[b_dq[0]])
