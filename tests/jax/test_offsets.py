@@ -304,7 +304,7 @@ HOPPER_MUTANTS = {
         "statistics.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_stream",
         "statistics.COMMON",
     ),
-    "of-rows": ("ints.LQ - row, ints.HQ * C", "0, ints.HQ * C"),
+    "of-rows": ("LQ - row, HQ * C", "0, HQ * C"),
 }
 
 

@@ -184,7 +184,7 @@ WIDE_ROWS = {"D256": (1, 70, 150, 2, 1, 256), "D192": (2, 90, 140, 1, 1, 192), "
 SPLIT_MUTANTS = {
     "columns-of-the-streamed-rows": ("return (tile[w],)", "return (tile[0],)"),
     "columns-of-the-output": ("w if options.SPLIT else 0  # part of the columns\n    r_l", "0\n    r_l"),
-    "columns-of-the-gradients": ("w if options.SPLIT else 0  # part of the columns\n    WIDEST", "0\n    WIDEST"),
+    "columns-of-the-gradients": ("w if options.SPLIT else 0  # part of the columns\n    ints", "0\n    ints"),
     "rows-of-the-next-block": ("barriers(RESIDENT, GROUPS // options.HEIGHT)", "barriers(RESIDENT, 1)"),
 }
 

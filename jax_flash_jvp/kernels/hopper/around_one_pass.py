@@ -103,8 +103,7 @@ def scale_queries(
             lse2 = gl.expand_dims(gl.load(LSE2 + y + o_x), 1)
             x = i_bh.to(gl.int64) * LQ + row + o_x
             excess = products.excess_of(gl.load(ROWS + y + o_x), lse2, D_LSE, x, row + o_x < LQ, HAS_D_LSE)
-            ints = Integers(0, HQ, GROUP, LQ, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-            mean = products.mean_at(i_b, i_h, i_k, row, ints, C, FEATURES)
+            mean = products.mean_at(i_b, i_h, i_k, row, HQ, GROUP, LQ, C, FEATURES)
             b_dq = products.without_mean(b_dq, excess, KEY_MEAN, mean, C, 0)
     b_dq = products.scaled(b_dq, gl.full([TILE], scale, gl.float32, x_l))
     products.store_rows(D_Q, i_b, i_h, HQ, row, LQ, b_dq, C)
@@ -181,8 +180,7 @@ def scale_queries_dual(
             o_r = 2 * y + o_x // T * (2 * T) + o_x % T
             excess = products.excess_of(gl.load(ROWS + o_r), lse2, D_LSE, x, m_x, HAS_D_LSE)
             t_excess = products.excess_of(gl.load(ROWS + o_r + T), lse2, TD_LSE, x, m_x, HAS_TD_LSE)
-            ints = Integers(0, HQ, GROUP, LQ, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-            mean = products.mean_at(i_b, i_h, i_k, row, ints, C, FEATURES)
+            mean = products.mean_at(i_b, i_h, i_k, row, HQ, GROUP, LQ, C, FEATURES)
             b_dq = products.without_mean(b_dq, excess, KEY_MEAN, mean, C, 0)
             b_tdq = products.without_mean(b_tdq, excess, T_KEY_MEAN, mean, C, 0)
             b_tdq = products.without_mean(b_tdq, t_excess, KEY_MEAN, mean, C, 0)

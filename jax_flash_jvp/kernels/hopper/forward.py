@@ -145,26 +145,18 @@ def saved_maxima(row, block, call, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def begun(block, w: gl.constexpr, sums, rows, call, options):
-    """(o,), (l, m) or (o, ȯ), (l, m, c) that the loop over a fragment of a block goes on from."""
-    WIDEST: gl.constexpr = products.width(options.C, 0) if options.SPLIT else options.C
-    return resume(call.results.EXCHANGE, block.work, w, options.GROUPS, sums, rows, WIDEST)
-
-
-@gluon.jit
 def end_block(i, w: gl.constexpr, tick, sums, rows, query_end, call, options):
     """Writes what a warpgroup has summed, (o,), (l, m) or (o, ȯ), (l, m, c), or hands it over, if another program ends the
     block.  What block it is, is worked out again, where the loop has no registers for it."""
-    WIDEST: gl.constexpr = products.width(options.C, 0) if options.SPLIT else options.C
     EXCHANGE = call.results.EXCHANGE
     again = i if options.C <= 64 and not options.FEATURES.shared else unfolded(i, tick)
     block = block_of(again, call.ints, call.selection, options)
     row = (block.i_block * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
     if options.FEATURES.shared:
-        sums, rows = finish(EXCHANGE, block.work, w, options.GROUPS, sums, rows, WIDEST, False)
+        sums, rows = finish(EXCHANGE, block.work, w, sums, rows, False, options)
     if block.work.handed_over:
         if options.FEATURES.shared:
-            hand_over(EXCHANGE, programs.in_wave(call.ints, options.FEATURES), w, options.GROUPS, sums, rows, WIDEST)
+            hand_over(EXCHANGE, programs.in_wave(call.ints, options.FEATURES), w, sums, rows, options)
     else:
         if len(sums) == 2:
             write_dual(block, row, w, sums, rows, query_end, call, options)
@@ -239,10 +231,9 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
         b_m = gl.full([GROUP_ROWS], products.LOWEST, gl.float32, r_l)
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_c = gl.zeros([GROUP_ROWS], gl.float32, r_l)
-    b_o = products.sums(products.width(C, w) if options.SPLIT else C)
-    b_to = products.sums(products.width(C, w) if options.SPLIT else C)
+    b_o, b_to = products.own_sums(w, options), products.own_sums(w, options)
     if FEATURES.shared:
-        both, rows = begun(block, w, (b_o, b_to), (b_l, b_m, b_c), call, options)
+        both, rows = resume(call.results.EXCHANGE, block.work, w, (b_o, b_to), (b_l, b_m, b_c), options)
         b_o, b_to = both
         b_l, b_m, b_c = rows
     for MASKED in gl.static_range(2):
@@ -332,7 +323,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
     b_l = gl.zeros([GROUP_ROWS], gl.float32, r_l)
     b_o = products.sums(options.C)
     if FEATURES.shared:
-        one, rows = begun(block, w, (b_o,), (b_l, b_m), call, options)
+        one, rows = resume(call.results.EXCHANGE, block.work, w, (b_o,), (b_l, b_m), options)
         b_o = one[0]
         b_l, b_m = rows
     zero = gl.zeros([GROUP_ROWS, T], gl.float32, product_layout(T))

@@ -121,8 +121,9 @@ def stored_row_values(fragment, sums, row_values, C: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(EXCHANGE, program, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr):
-    fragment = fragment_at(EXCHANGE, program, w, GROUPS, sums, row_values, C)
+def hand_over(EXCHANGE, program, w: gl.constexpr, sums, row_values, options):
+    C: gl.constexpr = products.widest(options.C, options.SPLIT)
+    fragment = fragment_at(EXCHANGE, program, w, options.GROUPS, sums, row_values, C)
     for I in gl.static_range(len(sums)):
         for PART in gl.static_range(products.parts(C)):
             store(fragment + GROUP_ROWS * (I * products.columns(C) + products.before(C, PART)), sums[I][PART])
@@ -132,10 +133,11 @@ def hand_over(EXCHANGE, program, w: gl.constexpr, GROUPS: gl.constexpr, sums, ro
 
 
 @gluon.jit
-def resume(EXCHANGE, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr):
+def resume(EXCHANGE, work, w: gl.constexpr, sums, row_values, options):
     """What the loop over a fragment's tiles begins with: these zeros, or what was handed over."""
+    C: gl.constexpr = products.widest(options.C, options.SPLIT)
     if work.resumed:
-        fragment = fragment_at(EXCHANGE, work.since, w, GROUPS, sums, row_values, C)
+        fragment = fragment_at(EXCHANGE, work.since, w, options.GROUPS, sums, row_values, C)
         flags(fragment, sums, row_values, C, AWAIT)
         some = ()
         for I in gl.static_range(len(sums)):
@@ -188,12 +190,11 @@ def joined(fragment, sums, row_values, C: gl.constexpr):
 
 
 @gluon.jit
-def finish(
-    EXCHANGE, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr, ADDED: gl.constexpr
-):  # fmt: skip
+def finish(EXCHANGE, work, w: gl.constexpr, sums, row_values, ADDED: gl.constexpr, options):
     """With what others have handed over, or will have, but not what this fragment has begun with; ADDED, or else of a softmax."""
+    C: gl.constexpr = products.widest(options.C, options.SPLIT)
     for program in range(work.since + work.resumed, work.until):
-        fragment = fragment_at(EXCHANGE, program, w, GROUPS, sums, row_values, C)
+        fragment = fragment_at(EXCHANGE, program, w, options.GROUPS, sums, row_values, C)
         flags(fragment, sums, row_values, C, AWAIT)
         if ADDED:
             sums, row_values = plus(fragment, sums, row_values, C)

@@ -189,10 +189,7 @@ def write_block(block, w: gl.constexpr, totals, call, options):
     for I in gl.static_range(len(totals)):
         ready = ready + (products.scaled(totals[I], b_scale) if I % 2 == 0 else totals[I],)
     if options.FEATURES.key_lengths:
-        present = ()
-        for I in gl.static_range(len(totals)):
-            present = present + (products.zeroed(ready[I], o_a >= block.key_end),)
-        ready = present
+        ready = [products.zeroed(b_x, o_a >= block.key_end) for b_x in ready]
     for I in gl.static_range(0, len(totals), 2):
         products.store_rows(
             call.results[I + 1], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I + 1], options.C

@@ -30,6 +30,12 @@ def width(channels, part):
 
 
 @triton.constexpr_function
+def widest(channels, split):
+    """Channels of a warpgroup's sums at most, where warpgroups may divide them."""
+    return width(channels, 0) if split else channels
+
+
+@triton.constexpr_function
 def before(channels, part):
     return sum(column_widths(channels)[:part])
 
@@ -84,6 +90,15 @@ def sums(C: gl.constexpr):
     for PART in gl.static_range(parts(C)):
         b_x = b_x + (gl.zeros([GROUP_ROWS, width(C, PART)], gl.float32, product_layout(width(C, PART))),)
     return b_x
+
+
+@gluon.jit
+def own_sums(w: gl.constexpr, options):
+    """Zeros for the columns of a warpgroup."""
+    if options.SPLIT:
+        return sums(width(options.C, w))
+    else:
+        return sums(options.C)
 
 
 @gluon.jit
@@ -284,12 +299,12 @@ def excess_of(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE: gl.constexpr):
 
 
 @gluon.jit
-def mean_at(i_b, i_h, i_k, row, ints, C: gl.constexpr, FEATURES: gl.constexpr):
+def mean_at(i_b, i_h, i_k, row, HQ, GROUP, LQ, C: gl.constexpr, FEATURES: gl.constexpr):
     """(offset, rows, from one to the next) of the mean keys: one of a head of keys, or one of each query from `row` on."""
     if FEATURES.row_means:
-        return ((i_b.to(gl.int64) * ints.LQ + row) * ints.HQ + i_h) * C, ints.LQ - row, ints.HQ * C
+        return ((i_b.to(gl.int64) * LQ + row) * HQ + i_h) * C, LQ - row, HQ * C
     else:
-        return (i_b * (ints.HQ // ints.GROUP) + i_k).to(gl.int64) * C, 1, 0
+        return (i_b * (HQ // GROUP) + i_k).to(gl.int64) * C, 1, 0
 
 
 @gluon.jit

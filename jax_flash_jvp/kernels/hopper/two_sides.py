@@ -228,15 +228,13 @@ def statistics_of_outputs(i_w: gl.constexpr, at, own_rows, memory, options, LAYO
 @gluon.jit
 def first_sums(block, w: gl.constexpr, results, options):
     """Zeros, or what the loop over a fragment of the block goes on from."""
-    none = sums_of(w, options)
+    none = products.own_sums(w, options)
     b_r = gl.zeros([GROUP_ROWS, 4], gl.float32, products.lane_layout())
     b_tr = b_r
     if options.FEATURES.shared:
-        some, rows = resume(
-            results.EXCHANGE, block.work, w, options.GROUPS, wanted(none, none, none, none, options),
-            summed_rows(b_r, b_tr, options), products.width(options.C, 0) if options.SPLIT else options.C,
-        )  # fmt: skip
-        b_da, b_dc, b_tda, b_tdc = all_four(some, none, options)
+        sums, rows = wanted(none, none, none, none, options), summed_rows(b_r, b_tr, options)
+        sums, rows = resume(results.EXCHANGE, block.work, w, sums, rows, options)
+        b_da, b_dc, b_tda, b_tdc = all_four(sums, none, options)
         if options.SUM_DS:
             b_r = products.over_lanes(rows[0])
         if options.SUM_TDS:
@@ -244,15 +242,6 @@ def first_sums(block, w: gl.constexpr, results, options):
         return steps.Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr)
     else:
         return steps.Sums(none, none, none, none, b_r, b_tr)
-
-
-@gluon.jit
-def sums_of(w: gl.constexpr, options):
-    """Zeros for the columns of a warpgroup."""
-    if options.SPLIT:
-        return products.sums(products.width(options.C, w))
-    else:
-        return products.sums(options.C)
 
 
 @gluon.jit
@@ -348,7 +337,6 @@ def write_block(i, heads, end, w: gl.constexpr, sums, of_rows, call, options):
     """Writes what a warpgroup has summed, or hands it over, if another program ends the block."""
     FEATURES: gl.constexpr = options.FEATURES
     FIRST: gl.constexpr = w if options.SPLIT else 0  # part of the columns
-    WIDEST: gl.constexpr = products.width(options.C, 0) if options.SPLIT else options.C
     ints, results = call.ints, call.results
     block = block_of(i, ints, call.selection, options)
     a_row = (block.i_block * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
@@ -356,10 +344,10 @@ def write_block(i, heads, end, w: gl.constexpr, sums, of_rows, call, options):
     gradients = wanted(sums.da, sums.dc, sums.tda, sums.tdc, options)
     rows = summed_rows(sums.r, sums.tr, options)
     if FEATURES.shared:
-        gradients, rows = finish(results.EXCHANGE, block.work, w, options.GROUPS, gradients, rows, WIDEST, True)
+        gradients, rows = finish(results.EXCHANGE, block.work, w, gradients, rows, True, options)
     if block.work.handed_over:
         if FEATURES.shared:
-            hand_over(results.EXCHANGE, programs.in_wave(ints, FEATURES), w, options.GROUPS, gradients, rows, WIDEST)
+            hand_over(results.EXCHANGE, programs.in_wave(ints, FEATURES), w, gradients, rows, options)
     else:
         if options.ROW:
             gradients = corrected(gradients, rows, of_rows, block, a_row, o_a, w, call, options)
@@ -372,8 +360,10 @@ def corrected(gradients, rows, of_rows, block, a_row, o_a, w: gl.constexpr, call
     FIRST: gl.constexpr = w if options.SPLIT else 0
     X, ints, results = call.statistics, call.ints, call.results
     x = (block.i_b * ints.HQ + block.i_a).to(gl.int64) * ints.LQ + o_a
-    mean = products.mean_at(block.i_b, block.i_a, block.i_stream, a_row, ints, options.C, options.FEATURES)
-    b_da, b_dc, b_tda, b_tdc = all_four(gradients, sums_of(w, options), options)
+    mean = products.mean_at(
+        block.i_b, block.i_a, block.i_stream, a_row, ints.HQ, ints.GROUP, ints.LQ, options.C, options.FEATURES
+    )
+    b_da, b_dc, b_tda, b_tdc = all_four(gradients, products.own_sums(w, options), options)
     delta, t_delta = of_rows.delta, of_rows.t_delta
     if options.SUM_DS:
         if of_rows.common:
