@@ -28,7 +28,7 @@ from jax_flash_jvp.kernels.launcher import DESCRIBED, InPlace, Rows
 PACKAGE = "jax_flash_jvp.kernels.hopper"
 # of the kernels, each behind those that it imports
 MODULES = (
-    "products", "ring", "programs", "handover", "visibility", "blocks", "skeleton", "step", "step_plain", "step_dual", "forward",
+    "products", "ring", "programs", "handover", "visibility", "blocks", "skeleton", "steps", "step_plain", "step_dual", "forward",
     "two_sides", "adding", "step_one_pass", "step_one_pass_dual", "one_pass", "around_one_pass",
 )  # fmt: skip
 

@@ -134,8 +134,8 @@ DEFERRED_MUTANTS = {
         "if t_first < t_end:\n                        sums",
         "if t_first < 0:\n                        sums",
     ),
-    "operand-of-another-tile": ("ds = unpacked(b_ds, dtype, p_l)\n        if", "ds = ds\n        if"),
-    "tangent-of-another-tile": ("tds = unpacked(b_tds, dtype, p_l)", "tds = tds"),
+    "operand-of-another-tile": ("ds = products.unpacked(b_ds, dtype, products.operand_layout(options.T))", "ds = ds"),
+    "tangent-of-another-tile": ("tds = products.unpacked(b_tds, dtype, products.operand_layout(T))", "tds = tds"),
 }
 
 
@@ -184,7 +184,7 @@ WIDE_ROWS = {"D256": (1, 70, 150, 2, 1, 256), "D192": (2, 90, 140, 1, 1, 192), "
 SPLIT_MUTANTS = {
     "columns-of-the-streamed-rows": ("return (tile[w],)", "return (tile[0],)"),
     "columns-of-the-output": ("w if options.SPLIT else 0  # part of the columns\n    r_l", "0\n    r_l"),
-    "columns-of-the-gradients": ("w if options.SPLIT else 0  # part of the columns\n    WIDEST", "0\n    WIDEST"),
+    "columns-of-the-gradients": ("w if options.SPLIT else 0  # part of the columns\n    ints", "0\n    ints"),
     "rows-of-the-next-block": ("barriers(RESIDENT, GROUPS // options.HEIGHT)", "barriers(RESIDENT, 1)"),
 }
 
@@ -373,7 +373,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
         ("ints.n + ints.concurrent - 1", "ints.n + ints.concurrent"),
         ("index(at.slot).store(number)", "index(at.slot).store(number - 1)"),
         ("return block, first + i_head", "return block, i_head"),
-        ("if AFTER and FEATURES.dynamic:", "if False:"),
+        ("if AFTER and options.FEATURES.dynamic:", "if False:"),
     ],
     ids=["begins-too-late", "does-not-end", "wrongly-sent", "first-heads-again", "resident-rows-not-loaded"],
 )
@@ -406,14 +406,14 @@ SHARED_MUTANTS = {
     "parts-for-others-lost": ("(wave == 0) & (over > 0)", "wave < 0"),
     "waits-for-itself": ("since, in_wave(ints, FEATURES))", "since, in_wave(ints, FEATURES) + 1)"),
     "nothing-said": ("flags(fragment, sums, row_values, C, SAY)", "pass"),
-    "weights-ignored": ("increased(scaled(sums[0], a_0), a_1, b_x)", "increased(sums[0], a_1, b_x)"),
+    "weights-ignored": ("increased(products.scaled(sums[0], a_0), a_1, b_x)", "increased(sums[0], a_1, b_x)"),
     "weights-without-a-tangent-ignored": (
-        "increased(scaled(sums[0], a_0), a_1, stored",
+        "increased(products.scaled(sums[0], a_0), a_1, stored",
         "increased(sums[0], a_1, stored",
     ),
-    "mean-ignored": ("increased(sums[1], -step, sums[0])", "sums[1]"),
-    "mean-of-the-other-ignored": ("b_to = increased(b_to, a_1 * (between - step), b_x)", "pass"),
-    "gradients-of-the-last-alone": ("b_y = (sums[I][0] + b_x[0],)", "b_y = (sums[I][0],)"),
+    "mean-ignored": ("products.increased(sums[1], -step, sums[0])", "sums[1]"),
+    "mean-of-the-other-ignored": ("b_to = products.increased(b_to, a_1 * (between - step), b_x)", "pass"),
+    "gradients-of-the-last-alone": ("(sums[I][PART] + b_x[PART],)", "(sums[I][PART],)"),
 }
 RESUMED_MUTANTS = {  # where a part is gone on with
     "twice": ("range(work.since + work.resumed", "range(work.since"),
@@ -605,7 +605,7 @@ def test_tiles_that_a_block_visits(side, padded, one_loop):
 
 
 LISTED_MUTANTS = {
-    "another-tile": ("plain + t if MASKED else t", "t"),
+    "another-tile": ("visits.plain_end + t if MASKED else t)", "t)"),
     "whole-tiles-left-out": ("plain = 0 if FEATURES.one_loop else", "plain ="),
     "mask-ignored": ("b_bits & (1 <<", "b_bits | (1 <<"),
     "word-of-another-thread": ("* 4 + o_w)", "* 4 + 3 - o_w)"),
@@ -653,11 +653,11 @@ def test_a_gradient_alone(wrt):
 
 MUTANTS = {  # and whether it takes late copies to notice
     "values-given-back-early": (
-        "b_o, p = settled(b_o, p)\n                give_back(empty, v_at)",
-        "give_back(empty, v_at)\n                b_o, p = settled(b_o, p)",
+        "b_o, p = settled(b_o, p)\n                ring.give_back(empty, v_at)",
+        "ring.give_back(empty, v_at)\n                b_o, p = settled(b_o, p)",
         False,
     ),
-    "keys-not-given-back": ("give_back(empty, k_at)", "pass", False),
+    "keys-not-given-back": ("ring.give_back(empty, k_at)", "pass", False),
     "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
     "values-not-waited-for": ("wait(full, v_at)", "pass", True),
     "resident-not-waited-for": ("mbarrier.wait(memory.a_full.index(resident), a_at.phase)", "pass", True),
@@ -665,7 +665,7 @@ MUTANTS = {  # and whether it takes late copies to notice
     "queries-overwritten": ("mbarrier.wait(memory.q_empty.index(i), q_at.phase)", "pass", False),
     "queries-given-back-early": ("pred=tick == last_tick", "pred=tick != last_tick", False),
     "out-of-turn": (
-        "mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)",
+        "mbarrier.arrive(turn.index((w + 1) % options.GROUPS), count=1)",
         "mbarrier.arrive(turn.index(w), count=1)",
         False,
     ),
@@ -688,12 +688,12 @@ MUTANTS = {  # and whether it takes late copies to notice
     "outputs-not-waited-for": ("wait(memory.full, at)", "pass", True),
     "outputs-of-other-rows": ("row + I // KINDS * GROUP_ROWS", "row", False),
     "outputs-of-another-warpgroup": ("I // KINDS == i_w", "I // KINDS == 0", False),
-    "tangent-of-outputs-ignored": ("t_delta += inner(c, o, LAYOUT)", "pass", False),
+    "tangent-of-outputs-ignored": ("t_delta += ring.inner(c, o, LAYOUT)", "pass", False),
     "statistics-not-waited-for": ("wait(memory.s_full, tile.s_at)", "pass", True),
     "statistics-overwritten": ("wait(memory.s_empty, s_at)", "pass", True),
-    "mu-dropped": ("b_to = increased(b_to, back, b_o)", "pass", False),
+    "mu-dropped": ("b_to = products.increased(b_to, back, b_o)", "pass", False),
     "mu-dropped-backward": (
-        "b_ts -= statistic(of_rows.mu, MU, tile, memory, options) * of_rows.per_scale",
+        "b_ts -= steps.statistic(of_rows.mu, steps.MU, tile, memory, options) * of_rows.per_scale",
         "pass",
         False,
     ),
@@ -759,7 +759,7 @@ def test_float16_has_no_room_above_its_tangents(wait):
 def test_growing_scores_not_rescaled_fail(sums):
     with pytest.raises(AssertionError):
         check(problem(64, False), *growing(jnp.bfloat16),
-              launcher=gluon_on_numpy.Launcher(f"{sums} = rescaled({sums}, alpha)", "pass"))  # fmt: skip
+              launcher=gluon_on_numpy.Launcher(f"{sums} = products.rescaled({sums}, alpha)", "pass"))  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the backward in one pass
@@ -854,10 +854,10 @@ def test_one_pass_broken_fails(old, new, late):
 @pytest.mark.parametrize(
     ("case", "old", "new"),
     [
-        ("D96-lengths", "clean(matrix(memory.k, w), 0, n)", "pass"),
+        ("D96-lengths", "ring.clean(matrix(memory.k, w), 0, n)", "pass"),
         ("lag-2", "mbarrier.wait(memory.dq_empty.index(w), odd)", "pass"),
         ("D64", "wait_empty(memory.ds_empty, kept)", "pass"),
-        ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)", "pass"),
+        ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % options.GROUPS), count=1)", "pass"),
         ("deferred", "options.SLOTS - 1, options.SLOTS)", "options.SLOTS, options.SLOTS)"),
     ],
 )
@@ -1048,8 +1048,8 @@ ONE_PASS_DUAL_MUTANTS = {  # and whether it takes late copies to notice
         False,
     ),
     "cotangents-not-waited-for": (
-        "wait(memory.do_full, use)\n    b_dp = score_product(matrix(memory.v, z)",
-        "b_dp = score_product(matrix(memory.v, z)",
+        "wait(memory.do_full, use)\n    b_dp = products.score_product(matrix(memory.v, z)",
+        "b_dp = products.score_product(matrix(memory.v, z)",
         True,
     ),
     "values-not-waited-for": ("mbarrier.wait(memory.v_full.index(0), 0)", "pass", True),
@@ -1068,7 +1068,7 @@ def test_one_pass_dual_broken_fails(old, new, late):
 @pytest.mark.parametrize(
     ("case", "old", "new"),
     [
-        ("key-lengths", "clean(matrix(memory.tk, w), 0, n)", "pass"),
+        ("key-lengths", "ring.clean(matrix(memory.tk, w), 0, n)", "pass"),
         ("all", "clean(tdo, j * T, sight.query_end)", "pass"),
         ("kept-2", "wait_empty(memory.ds_empty, kept)", "pass"),
     ],

@@ -76,15 +76,15 @@ def tile_range(visits, options):
     if options.FEATURES.tiles.present:
         return 0, n
     elif options.ORDERED:  # the last first: negative numbers
-        return 1 - visits.start - n, 1 - visits.start
+        return 1 - visits.list_at - n, 1 - visits.list_at
     else:
-        return visits.start, visits.start + n
+        return visits.list_at, visits.list_at + n
 
 
 @gluon.jit
 def tile_of(t, visits, options):
     if options.FEATURES.tiles.present:
-        return gl.load(visits.start + t)
+        return gl.load(visits.list_at + t)
     elif options.ORDERED:
         return -t
     else:
@@ -97,7 +97,7 @@ def is_masked(t, visits, options):
         return t >= visits.plain_end
     else:
         j = tile_of(t, visits, options)
-        return (j < visits.first) | (j >= visits.end)
+        return (j < visits.whole_first) | (j >= visits.whole_end)
 
 
 @gluon.jit
@@ -127,7 +127,6 @@ def await_count(COUNT, number, seen):
 @gluon.jit
 def add(arrays, memory, call, options):
     """The warp that has TMA add dq, and row sums, to what other blocks have made of them."""
-    ORDERED: gl.constexpr = options.ORDERED
     COUNTS, ints = call.COUNTS, call.ints
     block = block_of(gl.program_id(0), ints, call.selection, options)
     i_b = block.i_b
@@ -144,7 +143,7 @@ def add(arrays, memory, call, options):
         for t in range(low, high):
             j = tile_of(t, visits, options)
             of_tile = (i_b * ints.HQ + i_h) * n_tiles + j
-            if ORDERED:
+            if options.ORDERED:
                 await_count(COUNTS + of_tile, blocks_before(j, block, ints, options), seen)
             wait(memory.dq_full, slot_of(i, 1))
             if options.CORRECTED:
@@ -153,12 +152,12 @@ def add(arrays, memory, call, options):
             for PART in gl.static_range(parts(options.C)):
                 desc = arrays.dq[PART]
                 add_async(desc, [of_tile * desc.block_type.shape[0], 0], memory.dq[PART].index(0))
-            if ORDERED:  # of the next tile, if there is one, so that the answer is here by then
+            if options.ORDERED:  # of the next tile, if there is one, so that the answer is here by then
                 seen = with_counter(COUNTS + gl.maximum(of_tile - 1, 0), 0, LOOK)
             tma.store_wait(0)  # until it is read
             i += 1
             mbarrier.arrive(memory.dq_empty.index(i % options.GROUPS), count=1)
-            if ORDERED:
+            if options.ORDERED:
                 with_counter(COUNTS + of_tile, 0, ADDED)
 
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
 from jax_flash_jvp.kernels.hopper.programs import divided, item, own_block
-from jax_flash_jvp.kernels.hopper.visibility import Bounds, key_bounds, lengths, visits_of, within
+from jax_flash_jvp.kernels.hopper.visibility import Bounds, Visits, head_slice, key_bounds, lengths, span, within
 
 # an `item`: of the resident rows the number of the block, batch entry and head; of the streamed ones the first head and how
 # many; ends of queries and of keys, bounds of what is streamed
@@ -63,15 +63,20 @@ def block_of(i, ints, selection, options):
 
 @gluon.jit
 def visits_of_head(i_g, block, ints, selection, options):
-    """The tiles to visit for a query head, the i_g-th of a group."""
+    """The tiles to visit for a query head, the i_g-th of a group: a list, as `portable/visibility.py` makes it, or by bounds."""
     T: gl.constexpr = options.T
     FEATURES: gl.constexpr = options.FEATURES
-    n_blocks = gl.cdiv(ints.LQ if options.ROW else ints.LK, options.HEIGHT * GROUP_ROWS)
-    n_tiles = gl.cdiv(ints.LK if options.ROW else ints.LQ, T)
-    i_h = block.i_a if options.ROW else block.i_stream + i_g
-    visits = visits_of(
-        selection, block.i_b, i_h, ints, block.i_block, n_blocks, n_tiles, block.bounds, T, options.HAS_MASKED, FEATURES
-    )  # fmt: skip
+    if FEATURES.tiles.present:
+        TILES_AXES: gl.constexpr = FEATURES.tiles
+        n_blocks = gl.cdiv(ints.LQ if options.ROW else ints.LK, options.HEIGHT * GROUP_ROWS)
+        n_tiles = gl.cdiv(ints.LK if options.ROW else ints.LQ, T)
+        i_h = block.i_a if options.ROW else block.i_stream + i_g
+        size = block.i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
+        p_tiles = head_slice(selection.TILES, block.i_b, i_h, ints, size, TILES_AXES) + block.i_block * (n_tiles + 2)
+        plain = 0 if FEATURES.one_loop else gl.load(p_tiles)
+        visits = Visits(0, plain, 0, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0)
+    else:
+        visits = span(block.bounds, T, options.HAS_MASKED, FEATURES)
     if FEATURES.shared:
         visits = within(visits, block.work, i_g, block.group, not options.ROW)
     return visits

@@ -18,16 +18,8 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jax_flash_jvp.kernels.hopper.products import (
-    GROUP_ROWS,
-    before,
-    by_row,
-    columns,
-    increased,
-    parts,
-    product_layout,
-    scaled,
-)
+from jax_flash_jvp.kernels.hopper import products
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout
 from jax_flash_jvp.kernels.hopper.ring import AGAIN
 
 _COPIES = 8  # of a value for each row: as many columns as the narrowest product has
@@ -54,7 +46,7 @@ mov.b32 $0, 0;
 def fragment_size(rows, sums, row_values, channels):
     """Floats of a warpgroup's fragment: so many sums [rows, columns of the products] and values of rows [rows, COPIES], and
     two for the flag of every thread, of which there are two for a row."""
-    return rows * (sums * columns(channels) + _COPIES * row_values + 4)
+    return rows * (sums * products.columns(channels) + _COPIES * row_values + 4)
 
 
 @gluon.jit
@@ -66,7 +58,9 @@ def fragment_at(EXCHANGE, program, w: gl.constexpr, GROUPS: gl.constexpr, sums, 
 @gluon.jit
 def flags(fragment, sums, row_values, C: gl.constexpr, TEXT: gl.constexpr):
     o = gl.arange(0, 2 * GROUP_ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    address = (fragment + GROUP_ROWS * (len(sums) * columns(C) + COPIES * len(row_values)) + 2 * o).to(gl.int64)
+    address = (fragment + GROUP_ROWS * (len(sums) * products.columns(C) + COPIES * len(row_values)) + 2 * o).to(
+        gl.int64
+    )
     gl.inline_asm_elementwise(TEXT, "=r,l", [address], gl.int32, False, 1)
 
 
@@ -102,10 +96,10 @@ def stored(X, like):
 
 @gluon.jit
 def stored_sum(fragment, I: gl.constexpr, like, C: gl.constexpr):
-    X = fragment + I * GROUP_ROWS * columns(C)
-    b_x = (stored(X, like[0]),)
-    for PART in gl.static_range(1, parts(C)):
-        b_x = b_x + (stored(X + GROUP_ROWS * before(C, PART), like[PART]),)
+    X = fragment + I * GROUP_ROWS * products.columns(C)
+    b_x = ()
+    for PART in gl.static_range(products.parts(C)):
+        b_x = b_x + (stored(X + GROUP_ROWS * products.before(C, PART), like[PART]),)
     return b_x
 
 
@@ -113,35 +107,37 @@ def stored_sum(fragment, I: gl.constexpr, like, C: gl.constexpr):
 def copies(b_r):
     """[GROUP_ROWS, COPIES], of a number for each row."""
     zero = gl.zeros([GROUP_ROWS, COPIES], gl.float32, product_layout(COPIES))
-    return zero + by_row(b_r, zero)
+    return zero + products.by_row(b_r, zero)
 
 
 @gluon.jit
 def stored_row_values(fragment, sums, row_values, C: gl.constexpr):
     some = ()
     for I in gl.static_range(len(row_values)):
-        X = fragment + GROUP_ROWS * (len(sums) * columns(C) + I * COPIES)
+        X = fragment + GROUP_ROWS * (len(sums) * products.columns(C) + I * COPIES)
         b_x = gl.max(stored(X, copies(row_values[I])), 1)
         some = some + (gl.convert_layout(b_x, row_values[I].type.layout),)
     return some
 
 
 @gluon.jit
-def hand_over(EXCHANGE, program, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr):
-    fragment = fragment_at(EXCHANGE, program, w, GROUPS, sums, row_values, C)
+def hand_over(EXCHANGE, program, w: gl.constexpr, sums, row_values, options):
+    C: gl.constexpr = products.widest(options.C, options.SPLIT)
+    fragment = fragment_at(EXCHANGE, program, w, options.GROUPS, sums, row_values, C)
     for I in gl.static_range(len(sums)):
-        for PART in gl.static_range(parts(C)):
-            store(fragment + GROUP_ROWS * (I * columns(C) + before(C, PART)), sums[I][PART])
+        for PART in gl.static_range(products.parts(C)):
+            store(fragment + GROUP_ROWS * (I * products.columns(C) + products.before(C, PART)), sums[I][PART])
     for I in gl.static_range(len(row_values)):
-        store(fragment + GROUP_ROWS * (len(sums) * columns(C) + I * COPIES), copies(row_values[I]))
+        store(fragment + GROUP_ROWS * (len(sums) * products.columns(C) + I * COPIES), copies(row_values[I]))
     flags(fragment, sums, row_values, C, SAY)
 
 
 @gluon.jit
-def resume(EXCHANGE, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr):
+def resume(EXCHANGE, work, w: gl.constexpr, sums, row_values, options):
     """What the loop over a fragment's tiles begins with: these zeros, or what was handed over."""
+    C: gl.constexpr = products.widest(options.C, options.SPLIT)
     if work.resumed:
-        fragment = fragment_at(EXCHANGE, work.since, w, GROUPS, sums, row_values, C)
+        fragment = fragment_at(EXCHANGE, work.since, w, options.GROUPS, sums, row_values, C)
         flags(fragment, sums, row_values, C, AWAIT)
         some = ()
         for I in gl.static_range(len(sums)):
@@ -161,8 +157,8 @@ def plus(fragment, sums, row_values, C: gl.constexpr):
     totals = ()
     for I in gl.static_range(len(sums)):
         b_x = stored_sum(fragment, I, sums[I], C)
-        b_y = (sums[I][0] + b_x[0],)
-        for PART in gl.static_range(1, parts(C)):
+        b_y = ()
+        for PART in gl.static_range(products.parts(C)):
             b_y = b_y + (sums[I][PART] + b_x[PART],)
         totals = totals + (b_y,)
     return totals, added
@@ -180,26 +176,25 @@ def joined(fragment, sums, row_values, C: gl.constexpr):
     a_1 = gl.exp2(gl.where(m_1 == b_m, 0.0, m_1 - b_m))
     b_l = l_0 * a_0 + l_1 * a_1
     if len(sums) == 1:
-        b_o = increased(scaled(sums[0], a_0), a_1, stored_sum(fragment, 0, sums[0], C))
+        b_o = products.increased(products.scaled(sums[0], a_0), a_1, stored_sum(fragment, 0, sums[0], C))
         return (b_o,), (b_l, b_m)
     else:
         between = rows[2] - row_values[2]
         step = l_1 * a_1 / gl.where(b_l == 0.0, 1.0, b_l) * between  # of μ
-        b_to = scaled(increased(sums[1], -step, sums[0]), a_0)
+        b_to = products.scaled(products.increased(sums[1], -step, sums[0]), a_0)
         b_x = stored_sum(fragment, 0, sums[0], C)
-        b_o = increased(scaled(sums[0], a_0), a_1, b_x)
-        b_to = increased(b_to, a_1 * (between - step), b_x)
-        b_to = increased(b_to, a_1, stored_sum(fragment, 1, sums[1], C))
+        b_o = products.increased(products.scaled(sums[0], a_0), a_1, b_x)
+        b_to = products.increased(b_to, a_1 * (between - step), b_x)
+        b_to = products.increased(b_to, a_1, stored_sum(fragment, 1, sums[1], C))
         return (b_o, b_to), (b_l, b_m, row_values[2] + step)
 
 
 @gluon.jit
-def finish(
-    EXCHANGE, work, w: gl.constexpr, GROUPS: gl.constexpr, sums, row_values, C: gl.constexpr, ADDED: gl.constexpr
-):  # fmt: skip
+def finish(EXCHANGE, work, w: gl.constexpr, sums, row_values, ADDED: gl.constexpr, options):
     """With what others have handed over, or will have, but not what this fragment has begun with; ADDED, or else of a softmax."""
+    C: gl.constexpr = products.widest(options.C, options.SPLIT)
     for program in range(work.since + work.resumed, work.until):
-        fragment = fragment_at(EXCHANGE, program, w, GROUPS, sums, row_values, C)
+        fragment = fragment_at(EXCHANGE, program, w, options.GROUPS, sums, row_values, C)
         flags(fragment, sums, row_values, C, AWAIT)
         if ADDED:
             sums, row_values = plus(fragment, sums, row_values, C)

@@ -15,35 +15,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from jax_flash_jvp.kernels.hopper import step_one_pass, step_one_pass_dual
-from jax_flash_jvp.kernels.hopper.adding import (
-    COMMON_KEYS,
-    ONES,
-    TILE,
-    add,
-    is_masked,
-    make_dq_in_turn,
-    slot_of,
-    tile_of,
-    tile_range,
-    tiles_of_queries,
-    wait_empty,
-)
+from jax_flash_jvp.kernels.hopper import adding, products, ring, step_one_pass, step_one_pass_dual
 from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
-from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout, scaled, store_rows, sums, unfolded, zeroed
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout, unfolded
 from jax_flash_jvp.kernels.hopper.programs import Integers, aligned
-from jax_flash_jvp.kernels.hopper.ring import (
-    async_load,
-    barriers,
-    clean,
-    described,
-    expect,
-    load,
-    load_resident,
-    matrix,
-    row_layout,
-    tiles,
-)
+from jax_flash_jvp.kernels.hopper.ring import described, matrix
 from jax_flash_jvp.kernels.hopper.skeleton import run_adding
 from jax_flash_jvp.kernels.hopper.step_one_pass_dual import GROUPS, STREAMED
 from jax_flash_jvp.kernels.hopper.visibility import Selection, has_masked_tiles, selected
@@ -71,52 +47,50 @@ Memory = namedtuple(
 def load_keys(x, tx, place, bar, buffers, t_buffers, options):
     """The block's rows of keys or of values, and of their tangents."""
     i_b, i_a, row = place
-    expect(bar, options.GROUPS * (2 if options.DUAL else 1), x)
+    ring.expect(bar, options.GROUPS * (2 if options.DUAL else 1), x)
     for w in gl.static_range(options.GROUPS):
-        load_resident(x, i_b, i_a, row, bar, buffers, w, w)
+        ring.load_resident(x, i_b, i_a, row, bar, buffers, w, w)
         if options.DUAL:
-            load_resident(tx, i_b, i_a, row, bar, t_buffers, w, w)
+            ring.load_resident(tx, i_b, i_a, row, bar, t_buffers, w, w)
 
 
 @gluon.jit
 def load_streamed(x, tx, statistics, place, use, buffers, statistic_buffers, full, empty, options):
     """A tile of rows and of their tangents, and a statistic for each of these."""
-    T: gl.constexpr = options.T
     N: gl.constexpr = len(statistics)
     i_b, i_h, row, of_statistics = place
     bar = full.index(use.slot)
-    wait_empty(empty, use)
-    expect(bar, N, x, N * statistics[0].block_type.nbytes)
-    load(x, i_b, i_h, row, bar, buffers, use.slot, 0, T)
+    adding.wait_empty(empty, use)
+    ring.expect(bar, N, x, N * statistics[0].block_type.nbytes)
+    ring.load(x, i_b, i_h, row, bar, buffers, use.slot, 0, options.T)
     if options.DUAL:
-        load(tx, i_b, i_h, row, bar, buffers, use.slot, T, T)
+        ring.load(tx, i_b, i_h, row, bar, buffers, use.slot, options.T, options.T)
     for I in gl.static_range(N):
-        async_load(statistics[I], [of_statistics], bar, statistic_buffers[I].index(use.slot))
+        ring.async_load(statistics[I], [of_statistics], bar, statistic_buffers[I].index(use.slot))
 
 
 @gluon.jit
 def produce(arrays, memory, call, options):
-    T: gl.constexpr = options.T
     ints = call.ints
     block = block_of(gl.program_id(0), ints, call.selection, options)
     i_b = block.i_b
-    n_tiles = tiles_of_queries(ints.LQ, options)
+    n_tiles = adding.tiles_of_queries(ints.LQ, options)
     of_keys = (i_b, block.i_a, block.i_block * (options.GROUPS * GROUP_ROWS))
     load_keys(arrays.k, arrays.tk, of_keys, memory.k_full.index(0), memory.k, memory.tk, options)
     i = 0
     for i_g in range(block.group):
         i_h = block.i_stream + i_g
         visits = visits_of_head(i_g, block, ints, call.selection, options)
-        low, high = tile_range(visits, options)
+        low, high = adding.tile_range(visits, options)
         for t in range(low, high):
-            j = tile_of(t, visits, options)
+            j = adding.tile_of(t, visits, options)
             if options.DUAL:  # the order in which each kernel was measured
-                use = slot_of(i, options.SLOTS)
-                place = (i_b, i_h, j * T, ((i_b * ints.HQ + i_h) * n_tiles + j) * T)
+                use = adding.slot_of(i, options.SLOTS)
+                place = (i_b, i_h, j * options.T, ((i_b * ints.HQ + i_h) * n_tiles + j) * options.T)
             else:
                 of_tile = (i_b * ints.HQ + i_h) * n_tiles + j
-                use = slot_of(i, options.SLOTS)
-                place = (i_b, i_h, j * T, of_tile * T)
+                use = adding.slot_of(i, options.SLOTS)
+                place = (i_b, i_h, j * options.T, of_tile * options.T)
             load_streamed(
                 arrays.q, arrays.tq, arrays.of_q, place, use, memory.q, memory.of_q, memory.q_full, memory.q_empty, options
             )  # fmt: skip
@@ -137,11 +111,11 @@ def produce(arrays, memory, call, options):
 @gluon.jit
 def clean_resident(w: gl.constexpr, n, memory, options):
     """Zeros for a warpgroup's rows of k and v from the n-th on, which may hold anything: all make dq of them."""
-    clean(matrix(memory.k, w), 0, n)
-    clean(matrix(memory.v, w), 0, n)
+    ring.clean(matrix(memory.k, w), 0, n)
+    ring.clean(matrix(memory.v, w), 0, n)
     if options.DUAL:
-        clean(matrix(memory.tk, w), 0, n)
-        clean(matrix(memory.tv, w), 0, n)
+        ring.clean(matrix(memory.tk, w), 0, n)
+        ring.clean(matrix(memory.tv, w), 0, n)
     fence_async_shared()
     mbarrier.arrive(memory.cleaned.index(0), count=1)
     mbarrier.wait(memory.cleaned.index(0), 0)
@@ -159,7 +133,7 @@ def as_after(i, ints):
 @gluon.jit
 def first_sums(options):
     """Zeros for dk and dv, and for their tangents."""
-    none = sums(options.C)
+    none = products.sums(options.C)
     if options.DUAL:
         return none, none, none, none
     else:
@@ -168,39 +142,33 @@ def first_sums(options):
 
 @gluon.jit
 def consume(w: gl.constexpr, memory, call, options):
-    T: gl.constexpr = options.T
-    FEATURES: gl.constexpr = options.FEATURES
     steps: gl.constexpr = step_one_pass_dual if options.DUAL else step_one_pass
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     ints, selection = call.ints, call.selection
     block = block_of(gl.program_id(0), ints, selection, options)
     a_start = (block.i_block * options.GROUPS + w) * GROUP_ROWS
     totals = first_sums(options)
-    ds = gl.convert_layout(gl.zeros([GROUP_ROWS, T], memory.ds.dtype, s_l), p_l)
+    ds = products.operand(gl.zeros([GROUP_ROWS, options.T], memory.ds.dtype, product_layout(options.T)))
     mbarrier.wait(memory.k_full.index(0), 0)
     mbarrier.wait(memory.v_full.index(0), 0)
-    if FEATURES.key_lengths:
+    if options.FEATURES.key_lengths:
         clean_resident(w, block.key_end - a_start, memory, options)
     turn = options.LAG + w
     if options.CORRECTED:
-        turn += gl.load(call.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_a) * COMMON_KEYS
+        turn += gl.load(call.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_a) * adding.COMMON_KEYS
     i = 0
     for i_g in range(block.group):
         visits = visits_of_head(i_g, block, ints, selection, options)
-        sight = selected(
-            selection, block.i_b, block.i_stream + i_g, ints, block.query_end, block.key_end, False, FEATURES
-        )  # fmt: skip
-        low, high = tile_range(visits, options)
+        sight = selected(block, block.i_stream + i_g, call, options)
+        low, high = adding.tile_range(visits, options)
         for t in range(low, high):
-            j = tile_of(t, visits, options)
-            masked = is_masked(t, visits, options)
+            j = adding.tile_of(t, visits, options)
+            masked = adding.is_masked(t, visits, options)
             ds, totals = steps.step(i, j, masked, w, a_start, sight, ds, totals, memory, call.scale, options)
-            turn = make_dq_in_turn(steps.make_dq, i, turn, w, memory, options)
+            turn = adding.make_dq_in_turn(steps.make_dq, i, turn, w, memory, options)
             i += 1
     totals = steps.last_product(i, ds, totals, memory, options)
     for more in range(options.LAG):
-        turn = make_dq_in_turn(steps.make_dq, i + more, turn, w, memory, options)
+        turn = adding.make_dq_in_turn(steps.make_dq, i + more, turn, w, memory, options)
     # worked out again, as the loop has no registers for it
     again = unfolded(gl.program_id(0), i)
     if options.DUAL:
@@ -219,15 +187,14 @@ def write_block(block, w: gl.constexpr, totals, call, options):
     b_scale = gl.full([GROUP_ROWS], call.scale, gl.float32, r_l)
     ready = ()
     for I in gl.static_range(len(totals)):
-        ready = ready + (scaled(totals[I], b_scale) if I % 2 == 0 else totals[I],)
+        ready = ready + (products.scaled(totals[I], b_scale) if I % 2 == 0 else totals[I],)
     if options.FEATURES.key_lengths:
-        present = ()
-        for I in gl.static_range(len(totals)):
-            present = present + (zeroed(ready[I], o_a >= block.key_end),)
-        ready = present
+        ready = [products.zeroed(b_x, o_a >= block.key_end) for b_x in ready]
     for I in gl.static_range(0, len(totals), 2):
-        store_rows(call.results[I + 1], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I + 1], options.C)
-        store_rows(call.results[I], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I], options.C)
+        products.store_rows(
+            call.results[I + 1], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I + 1], options.C
+        )
+        products.store_rows(call.results[I], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I], options.C)
 
 
 # ------------------------------------------------------------------------------------------------ shared memory
@@ -245,50 +212,41 @@ def floats(desc, N: gl.constexpr):
 
 
 @gluon.jit
-def floats_of_each(descs, N: gl.constexpr):
-    buffers = (floats(descs[0], N),)
-    for I in gl.static_range(1, len(descs)):
-        buffers = buffers + (floats(descs[I], N),)
-    return buffers
-
-
-@gluon.jit
 def program(arrays, call, options):
     """Its shared memory, its warps."""
-    T: gl.constexpr = options.T
     GROUPS: gl.constexpr = options.GROUPS
     SLOTS: gl.constexpr = options.SLOTS
     N: gl.constexpr = 2 if options.DUAL else 1  # tiles with tangents
     dtype: gl.constexpr = arrays.k[0].dtype
     # swizzled in rows of T, so that half of the columns are a tile as well
-    ds_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * T, element_bitwidth=16, rank=2)
-    k = tiles(arrays.k, GROUPS)
-    tk = tiles(arrays.tk, GROUPS) if options.DUAL else ()
-    v = tiles(arrays.v, GROUPS)
-    tv = tiles(arrays.tv, GROUPS) if options.DUAL else ()
-    q, do = tiles(arrays.q, SLOTS, N), tiles(arrays.do, SLOTS, N)
-    of_q, of_do = floats_of_each(arrays.of_q, SLOTS), floats_of_each(arrays.of_do, SLOTS)
-    ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, N * T], ds_l)
-    dq = floats_of_each(arrays.dq, 1)
+    ds_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * options.T, element_bitwidth=16, rank=2)
+    k = ring.tiles(arrays.k, GROUPS)
+    tk = ring.tiles(arrays.tk, GROUPS) if options.DUAL else ()
+    v = ring.tiles(arrays.v, GROUPS)
+    tv = ring.tiles(arrays.tv, GROUPS) if options.DUAL else ()
+    q, do = ring.tiles(arrays.q, SLOTS, N), ring.tiles(arrays.do, SLOTS, N)
+    of_q, of_do = [floats(x, SLOTS) for x in arrays.of_q], [floats(x, SLOTS) for x in arrays.of_do]
+    ds = gl.allocate_shared_memory(dtype, [GROUPS * options.KEPT, GROUP_ROWS, N * options.T], ds_l)
+    dq = [floats(x, 1) for x in arrays.dq]
     ones = of_q[0]
     rows = of_q[0]
     if options.CORRECTED:
         rows = floats(arrays.rows, 1)
-        ones_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * ONES, element_bitwidth=16, rank=2)
-        ones = gl.allocate_shared_memory(dtype, [GROUP_ROWS, ONES], ones_l)
-        ones.store(gl.full([GROUP_ROWS, ONES], 1.0, dtype, row_layout(ONES)))
-    k_full, v_full = barriers(1, 1), barriers(1, 1)
-    q_full, q_empty = barriers(SLOTS, 1), barriers(SLOTS, GROUPS)
-    do_full, do_empty = barriers(SLOTS, 1), barriers(SLOTS, GROUPS)
-    ds_full, ds_empty = barriers(options.KEPT, GROUPS), barriers(options.KEPT, 1)
-    dq_full, dq_empty = barriers(1, 1), barriers(GROUPS, 1)
+        ones_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * adding.ONES, element_bitwidth=16, rank=2)
+        ones = gl.allocate_shared_memory(dtype, [GROUP_ROWS, adding.ONES], ones_l)
+        ones.store(gl.full([GROUP_ROWS, adding.ONES], 1.0, dtype, ring.row_layout(adding.ONES)))
+    k_full, v_full = ring.barriers(1, 1), ring.barriers(1, 1)
+    q_full, q_empty = ring.barriers(SLOTS, 1), ring.barriers(SLOTS, GROUPS)
+    do_full, do_empty = ring.barriers(SLOTS, 1), ring.barriers(SLOTS, GROUPS)
+    ds_full, ds_empty = ring.barriers(options.KEPT, GROUPS), ring.barriers(options.KEPT, 1)
+    dq_full, dq_empty = ring.barriers(1, 1), ring.barriers(GROUPS, 1)
     mbarrier.arrive(dq_empty.index(0), count=1)
     cleaned = k_full
     turn = k_full
     if options.FEATURES.key_lengths:
-        cleaned = barriers(1, GROUPS)
+        cleaned = ring.barriers(1, GROUPS)
     if options.TURNS:
-        turn = barriers(GROUPS, 1)
+        turn = ring.barriers(GROUPS, 1)
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
     memory = Memory(
@@ -296,9 +254,9 @@ def program(arrays, call, options):
         k_full, v_full, cleaned, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty, turn,
     )  # fmt: skip
     if options.DUAL:
-        run_adding(consume, add, produce, arrays, memory, call, options)
+        run_adding(consume, adding.add, produce, arrays, memory, call, options)
     else:
-        run_adding(consume, produce, add, arrays, memory, call, options)
+        run_adding(consume, produce, adding.add, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
@@ -322,7 +280,7 @@ def one_pass(
             Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         ),
         Options(
-            C, TILE, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, TURNS, FEATURES,
+            C, adding.TILE, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, TURNS, FEATURES,
             has_masked_tiles(FEATURES, False, False), CORRECTED, RAGGED, ORDERED, False,
         ),
     )  # fmt: skip

@@ -30,6 +30,12 @@ def width(channels, part):
 
 
 @triton.constexpr_function
+def widest(channels, split):
+    """Channels of a warpgroup's sums at most, where warpgroups may divide them."""
+    return width(channels, 0) if split else channels
+
+
+@triton.constexpr_function
 def before(channels, part):
     return sum(column_widths(channels)[:part])
 
@@ -47,8 +53,19 @@ def columns(channels):
 
 @triton.constexpr_function
 def product_layout(columns):
-    """The layout in registers of what a warpgroup multiplies."""
+    """The layout in registers of what a warpgroup makes by multiplying."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@triton.constexpr_function
+def operand_layout(columns):
+    """The layout in registers of what it multiplies with so many rows in shared memory."""
+    return gl.DotOperandLayout(operand_index=0, parent=product_layout(columns), k_width=2)
+
+
+@gluon.jit
+def operand(b_x):
+    return gl.convert_layout(b_x, operand_layout(b_x.shape[1]))
 
 
 @gluon.jit
@@ -69,10 +86,19 @@ def score_product(a, b, acc, ADD: gl.constexpr):
 @gluon.jit
 def sums(C: gl.constexpr):
     """Zeros [GROUP_ROWS, C], in parts."""
-    b_x = (gl.zeros([GROUP_ROWS, width(C, 0)], gl.float32, product_layout(width(C, 0))),)
-    for PART in gl.static_range(1, parts(C)):
+    b_x = ()
+    for PART in gl.static_range(parts(C)):
         b_x = b_x + (gl.zeros([GROUP_ROWS, width(C, PART)], gl.float32, product_layout(width(C, PART))),)
     return b_x
+
+
+@gluon.jit
+def own_sums(w: gl.constexpr, options):
+    """Zeros for the columns of a warpgroup."""
+    if options.SPLIT:
+        return sums(width(options.C, w))
+    else:
+        return sums(options.C)
 
 
 @gluon.jit
@@ -95,8 +121,8 @@ def unpacked(b_p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def sum_product(p, rows, b_x, PART: gl.constexpr):
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(rows[PART].shape[1]), k_width=2)
-    return warpgroup_mma(gl.convert_layout(p, p_l), rows[PART], b_x[PART], is_async=True)
+    p = gl.convert_layout(p, operand_layout(rows[PART].shape[1]))
+    return warpgroup_mma(p, rows[PART], b_x[PART], is_async=True)
 
 
 @gluon.jit
@@ -111,8 +137,8 @@ def own_columns(tile, w: gl.constexpr, SPLIT: gl.constexpr):
 @gluon.jit
 def accumulated(p, rows, b_x):
     """The sums + p rows, of an operand p and rows in shared memory; asynchronous, see `settled`."""
-    b_y = (sum_product(p, rows, b_x, 0),)
-    for PART in gl.static_range(1, len(b_x)):
+    b_y = ()
+    for PART in gl.static_range(len(b_x)):
         b_y = b_y + (sum_product(p, rows, b_x, PART),)
     return b_y
 
@@ -154,10 +180,7 @@ def by_row(b_r, b_x):
 @gluon.jit
 def scaled(b_x, b_r):
     """The sums, each row times its number."""
-    b_y = (b_x[0] * by_row(b_r, b_x[0]),)
-    for PART in gl.static_range(1, len(b_x)):
-        b_y = b_y + (b_x[PART] * by_row(b_r, b_x[PART]),)
-    return b_y
+    return [b_y * by_row(b_r, b_y) for b_y in b_x]
 
 
 @triton.constexpr_function
@@ -181,17 +204,14 @@ def rescaled_part(b_x, b_r):
 @gluon.jit
 def rescaled(b_x, b_r):
     """As `scaled`, of numbers that are mostly one: a warp in whose rows they all are passes over the multiplications."""
-    b_y = (rescaled_part(b_x[0], b_r),)
-    for PART in gl.static_range(1, len(b_x)):
-        b_y = b_y + (rescaled_part(b_x[PART], b_r),)
-    return b_y
+    return [rescaled_part(b_y, b_r) for b_y in b_x]
 
 
 @gluon.jit
 def increased(b_x, b_r, b_y):
     """x + r y, with a number r for each row."""
-    b_z = (b_x[0] + by_row(b_r, b_x[0]) * b_y[0],)
-    for PART in gl.static_range(1, len(b_x)):
+    b_z = ()
+    for PART in gl.static_range(len(b_x)):
         b_z = b_z + (b_x[PART] + by_row(b_r, b_x[PART]) * b_y[PART],)
     return b_z
 
@@ -199,10 +219,7 @@ def increased(b_x, b_r, b_y):
 @gluon.jit
 def zeroed(b_x, b_r):
     """The sums, zeros in the rows that r marks."""
-    b_y = (gl.where(by_row(b_r, b_x[0]), 0.0, b_x[0]),)
-    for PART in gl.static_range(1, len(b_x)):
-        b_y = b_y + (gl.where(by_row(b_r, b_x[PART]), 0.0, b_x[PART]),)
-    return b_y
+    return [gl.where(by_row(b_r, b_y), 0.0, b_y) for b_y in b_x]
 
 
 @gluon.jit
@@ -282,19 +299,19 @@ def excess_of(b_r, lse2, D_LSE, x, m_x, HAS_D_LSE: gl.constexpr):
 
 
 @gluon.jit
-def mean_at(i_b, i_h, i_k, row, ints, C: gl.constexpr, FEATURES: gl.constexpr):
+def mean_at(i_b, i_h, i_k, row, HQ, GROUP, LQ, C: gl.constexpr, FEATURES: gl.constexpr):
     """(offset, rows, from one to the next) of the mean keys: one of a head of keys, or one of each query from `row` on."""
     if FEATURES.row_means:
-        return ((i_b.to(gl.int64) * ints.LQ + row) * ints.HQ + i_h) * C, ints.LQ - row, ints.HQ * C
+        return ((i_b.to(gl.int64) * LQ + row) * HQ + i_h) * C, LQ - row, HQ * C
     else:
-        return (i_b * (ints.HQ // ints.GROUP) + i_k).to(gl.int64) * C, 1, 0
+        return (i_b * (HQ // GROUP) + i_k).to(gl.int64) * C, 1, 0
 
 
 @gluon.jit
 def without_mean(b_x, b_r, MEAN, at, C: gl.constexpr, FIRST: gl.constexpr):
     """The sums x − r m, of a number r for each row and mean keys m of C columns; x has those from part FIRST on."""
-    b_y = (part_without_mean(b_x[0], b_r, MEAN, at, C, FIRST),)
-    for PART in gl.static_range(1, len(b_x)):
+    b_y = ()
+    for PART in gl.static_range(len(b_x)):
         b_y = b_y + (part_without_mean(b_x[PART], b_r, MEAN, at, C, FIRST + PART),)
     return b_y
 

@@ -106,42 +106,24 @@ def described(desc, rest):
 
 
 @gluon.jit
-def part_tiles(desc, N: gl.constexpr, BLOCKS: gl.constexpr):
-    return gl.allocate_shared_memory(
-        desc.dtype, [N, 1, 1, BLOCKS * desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
-    )
-
-
-@gluon.jit
 def tiles(descs, N: gl.constexpr, BLOCKS: gl.constexpr = 1):
     """Shared memory for N tiles, each of so many blocks of the descriptors, one below the other."""
-    buffers = (part_tiles(descs[0], N, BLOCKS),)
-    for PART in gl.static_range(1, len(descs)):
-        buffers = buffers + (part_tiles(descs[PART], N, BLOCKS),)
-    return buffers
-
-
-@gluon.jit
-def part_matrix(buffer, i):
-    return buffer.index(i).reshape([buffer.shape[3], buffer.shape[4]])
+    return [
+        gl.allocate_shared_memory(d.dtype, [N, 1, 1, BLOCKS * d.block_type.shape[2], d.block_type.shape[3]], d.layout)
+        for d in descs
+    ]
 
 
 @gluon.jit
 def matrix(buffers, i):
     """Tile i, of each part a matrix."""
-    parts = (part_matrix(buffers[0], i),)
-    for PART in gl.static_range(1, len(buffers)):
-        parts = parts + (part_matrix(buffers[PART], i),)
-    return parts
+    return [buffer.index(i).reshape([buffer.shape[3], buffer.shape[4]]) for buffer in buffers]
 
 
 @gluon.jit
 def rows_from(tile, first: gl.constexpr, ROWS: gl.constexpr):
     """So many rows of a tile."""
-    parts = (tile[0].slice(first, ROWS, 0),)
-    for PART in gl.static_range(1, len(tile)):
-        parts = parts + (tile[PART].slice(first, ROWS, 0),)
-    return parts
+    return [part.slice(first, ROWS, 0) for part in tile]
 
 
 @gluon.jit

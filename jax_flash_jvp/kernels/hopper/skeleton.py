@@ -64,18 +64,17 @@ def run_adding(consume: gl.constexpr, first: gl.constexpr, second: gl.constexpr,
 @gluon.jit
 def consume_blocks(w: gl.constexpr, compute_block: gl.constexpr, start, memory, call, options):
     """A warpgroup's.  `start`: what one block hands to the next, cursors of rings for instance."""
-    FEATURES: gl.constexpr = options.FEATURES
     state = start
     resident_at = Cursor(0, 0)
-    if FEATURES.dynamic:
+    if options.FEATURES.dynamic:
         i = gl.program_id(0)
         i_at = Cursor(0, 0)
         while i < call.ints.n:
             state = compute_block(i, w, state, resident_at, memory, call, options)
             resident_at = advance(resident_at, options.BUFFERS)
             i, i_at = received_block(memory.queue, i_at)
-    elif FEATURES.persistent:
-        first, end = items(call.ints, tiles_in_all(call.ints, options), FEATURES)
+    elif options.FEATURES.persistent:
+        first, end = items(call.ints, tiles_in_all(call.ints, options), options.FEATURES)
         for i in range(first, end, call.ints.concurrent):
             state = compute_block(i, w, state, resident_at, memory, call, options)
             resident_at = advance(resident_at, options.BUFFERS)
@@ -86,18 +85,17 @@ def consume_blocks(w: gl.constexpr, compute_block: gl.constexpr, start, memory, 
 @gluon.jit
 def produce_blocks(load_block: gl.constexpr, start, COUNTER, arrays, memory, call, options):
     """That of the warp that loads, which takes the numbers of blocks from the counter, if there is one."""
-    FEATURES: gl.constexpr = options.FEATURES
     state = start
     resident_at = Cursor(0, 1)
-    if FEATURES.dynamic:
+    if options.FEATURES.dynamic:
         i = first_block(COUNTER, call.ints)
         i_at = Cursor(0, 1)
         while i < call.ints.n:
             state = load_block(i, state, resident_at, arrays, memory, call, options)
             resident_at = advance(resident_at, options.BUFFERS)
             i, i_at = next_block(COUNTER, memory.queue, i_at, call.ints)
-    elif FEATURES.persistent:
-        first, end = items(call.ints, tiles_in_all(call.ints, options), FEATURES)
+    elif options.FEATURES.persistent:
+        first, end = items(call.ints, tiles_in_all(call.ints, options), options.FEATURES)
         for i in range(first, end, call.ints.concurrent):
             state = load_block(i, state, resident_at, arrays, memory, call, options)
             resident_at = advance(resident_at, options.BUFFERS)

@@ -1,4 +1,4 @@
-"""A tile of the backward with tangents, or of these alone.  Formulas of README.md, with a, b, c and e as in `step.py`:
+"""A tile of the backward with tangents, or of these alone.  Formulas of README.md, with a, b, c and e as in `steps.py`:
 
     (1) s = a bᵀ    (2) p = exp(s − ℓ)    (3) dc += p e    (4) dp = c eᵀ − δ    (5) ds = p∘dp    (6) da += ds b
     (1') w = a ḃᵀ + ȧ bᵀ − μ    (3') ḋc += p ė + (p∘w) e    (4') ḋp = c ėᵀ + ċ eᵀ − δ̇
@@ -12,36 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from jax_flash_jvp.kernels.hopper.products import (
-    GROUP_ROWS,
-    accumulated,
-    halves,
-    own_columns,
-    packed,
-    parts,
-    product_layout,
-    score_product,
-    settled,
-    settled_before,
-    unpacked,
-)
+from jax_flash_jvp.kernels.hopper import products, steps
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, accumulated, product_layout, settled
 from jax_flash_jvp.kernels.hopper.ring import matrix, rows_from, wait
-from jax_flash_jvp.kernels.hopper.step import (
-    DELTA,
-    LSE2,
-    MU,
-    T_DELTA,
-    Sums,
-    await_turn,
-    clean_tile,
-    columns_of,
-    end_turn,
-    give_back_tile,
-    probabilities,
-    slot_of_tile_before,
-    statistic,
-    with_row_sums,
-)
 from jax_flash_jvp.kernels.hopper.visibility import loaded_visibility
 
 
@@ -49,15 +22,17 @@ from jax_flash_jvp.kernels.hopper.visibility import loaded_visibility
 def with_tangent(x, rows, TANGENT: gl.constexpr, T: gl.constexpr):
     """x yᵀ, of streamed rows y and, if TANGENT, x ẏᵀ beside it, which `taken_apart` parts."""
     if TANGENT:
-        return score_product(x, rows, gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T)), False)
+        return products.score_product(x, rows, gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T)), False)
     else:
-        return score_product(x, rows_from(rows, 0, T), gl.zeros([GROUP_ROWS, T], gl.float32, product_layout(T)), False)
+        return products.score_product(
+            x, rows_from(rows, 0, T), gl.zeros([GROUP_ROWS, T], gl.float32, product_layout(T)), False
+        )
 
 
 @gluon.jit
 def taken_apart(b_x, TANGENT: gl.constexpr, T: gl.constexpr):
     if TANGENT:
-        return halves(b_x)
+        return products.halves(b_x)
     else:
         return b_x, gl.zeros([GROUP_ROWS, T], gl.float32, product_layout(T))
 
@@ -73,81 +48,79 @@ def step(tile, of_rows, sums, tds, w: gl.constexpr, memory, scale, MASKED: gl.co
     PW_E: gl.constexpr = options.WANT_TC and options.USE_W
     TDP: gl.constexpr = options.WANT_TA and options.USE_TE
     # so many products of each kind are in flight when another is waited for
-    N_S: gl.constexpr = parts(options.C)
+    N_S: gl.constexpr = products.parts(options.C)
     N_TS: gl.constexpr = N_S * options.USE_TA
     N: gl.constexpr = len(sums.da)
     N_P: gl.constexpr = N * (options.WANT_C + P_TE)
     N_DS: gl.constexpr = N * (options.WANT_A + DS_TB)
     N_PW: gl.constexpr = N * PW_E
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     dtype: gl.constexpr = memory.a[0].dtype
     b_da, b_dc, b_tda, b_tdc, b_r, b_tr = sums
-    clean_tile(tile, memory, MASKED, options)
+    steps.clean_tile(tile, memory, MASKED, options)
     wait(memory.full, tile.b_at)
-    await_turn(w, tile, memory, options)
+    steps.await_turn(w, tile, memory, options)
     if options.DEFERRED:  # (6') of the tile before
-        slot = slot_of_tile_before(tile, options)
-        b_tda = accumulated(tds, columns_of(slot, w, memory, options), b_tda)
+        slot = steps.slot_of_tile_before(tile, options)
+        b_tda = accumulated(tds, steps.columns_of(slot, w, memory, options), b_tda)
     b_s = with_tangent(tile.a, tile.bb, options.USE_TB, T)  # (1)
     wait(memory.full, tile.e_at)
     if options.USE_C:
         b_dp = with_tangent(matrix(memory.c, tile.resident), tile.ee, TDP, T)  # (4)
-    end_turn(w, memory, options)
+    steps.end_turn(w, memory, options)
     if not options.ROW:
         wait(memory.s_full, tile.s_at)
-    lse2 = statistic(of_rows.lse2, LSE2, tile, memory, options)
-    seen = loaded_visibility(tile.a_row, tile.j * T, tile.sight, T, options.ROW, MASKED, options.FEATURES, s_l)
+    lse2 = steps.statistic(of_rows.lse2, steps.LSE2, tile, memory, options)
+    seen = loaded_visibility(tile.a_row, tile.j * T, tile.sight, MASKED, options)
     if options.DEFERRED:
-        b_tda, tds, b_s = settled_before(b_tda, tds, b_s, N_S)
+        b_tda, tds, b_s = products.settled_before(b_tda, tds, b_s, N_S)
         mbarrier.arrive(memory.empty.index(slot), count=1, pred=tile.t > tile.t_first)
     else:
         b_s = warpgroup_mma_wait(N_S if options.USE_C else 0, deps=[b_s])
     b_s, b_ts = taken_apart(b_s, options.USE_TB, T)
-    b_p = probabilities(b_s, lse2, seen, tile, scale, MASKED, options)  # (2)
+    b_p = steps.probabilities(b_s, lse2, seen, tile, scale, MASKED, options)  # (2)
     if N_P > 0:
-        p = gl.convert_layout(b_p.to(dtype), p_l)
+        p = products.operand(b_p.to(dtype))
     if options.USE_W:
-        b_ts -= statistic(of_rows.mu, MU, tile, memory, options) * of_rows.per_scale
+        b_ts -= steps.statistic(of_rows.mu, steps.MU, tile, memory, options) * of_rows.per_scale
     if options.USE_TA:
-        b_ts = score_product(matrix(memory.ta, tile.resident), tile.b, b_ts, True)  # (1')
+        b_ts = products.score_product(matrix(memory.ta, tile.resident), tile.b, b_ts, True)  # (1')
     if options.WANT_C:
-        b_dc = accumulated(p, own_columns(tile.e, w, SPLIT), b_dc)  # (3)
+        b_dc = accumulated(p, products.own_columns(tile.e, w, SPLIT), b_dc)  # (3)
     if P_TE:
-        b_tdc = accumulated(p, own_columns(tile.te, w, SPLIT), b_tdc)  # (3')
+        b_tdc = accumulated(p, products.own_columns(tile.te, w, SPLIT), b_tdc)  # (3')
     if options.USE_C:
-        delta = statistic(of_rows.delta, DELTA, tile, memory, options)
+        delta = steps.statistic(of_rows.delta, steps.DELTA, tile, memory, options)
         b_dp = warpgroup_mma_wait(N_TS + N_P, deps=[b_dp])
         b_dp, b_tdp = taken_apart(b_dp, TDP, T)
         b_dp -= delta
     if N_DS > 0:
-        b_ds = packed(b_p * b_dp, dtype)  # (5)
-        ds = unpacked(b_ds, dtype, p_l)
+        b_ds = products.packed(b_p * b_dp, dtype)  # (5)
+        ds = products.unpacked(b_ds, dtype, products.operand_layout(T))
     if DS_TB:
-        b_tda = accumulated(ds, own_columns(tile.tb, w, SPLIT), b_tda)  # (6')
+        b_tda = accumulated(ds, products.own_columns(tile.tb, w, SPLIT), b_tda)  # (6')
     if options.WANT_A:
-        b_da = accumulated(ds, own_columns(tile.b, w, SPLIT), b_da)  # (6)
+        b_da = accumulated(ds, products.own_columns(tile.b, w, SPLIT), b_da)  # (6)
     if options.USE_TA:
         b_ts = warpgroup_mma_wait(N_P + N_DS, deps=[b_ts])
     b_w = b_ts * scale
     if options.WANT_TA:
-        b_tdp -= statistic(of_rows.t_delta, T_DELTA, tile, memory, options)
+        b_tdp -= steps.statistic(of_rows.t_delta, steps.T_DELTA, tile, memory, options)
         if options.USE_W:
             b_tdp += b_dp * b_w
         if options.USE_TC:
-            b_tdp = score_product(matrix(memory.tc, tile.resident), tile.e, b_tdp, True)  # (4')
+            b_tdp = products.score_product(matrix(memory.tc, tile.resident), tile.e, b_tdp, True)  # (4')
     if PW_E:
-        pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
-        b_tdc = accumulated(pw, own_columns(tile.e, w, SPLIT), b_tdc)  # (3')
+        pw = products.operand((b_p * b_w).to(dtype))
+        b_tdc = accumulated(pw, products.own_columns(tile.e, w, SPLIT), b_tdc)  # (3')
     if options.WANT_TA:
         if options.USE_TC:
             b_tdp = warpgroup_mma_wait(N_PW, deps=[b_tdp])
         if options.SUM_DS:
-            b_r = with_row_sums(b_r, b_ds, of_rows, tile, dtype)
-        b_tds = packed(b_p * b_tdp, dtype)  # (5')
-        tds = unpacked(b_tds, dtype, p_l)
+            b_r = steps.with_row_sums(b_r, b_ds, of_rows, tile, dtype)
+        b_tds = products.packed(b_p * b_tdp, dtype)  # (5')
+        tds = products.unpacked(b_tds, dtype, products.operand_layout(T))
         if not options.DEFERRED:
-            b_tda = accumulated(tds, own_columns(tile.b, w, SPLIT), b_tda)  # (6')
+            b_tda = accumulated(tds, products.own_columns(tile.b, w, SPLIT), b_tda)  # (6')
             b_tda, tds = settled(b_tda, tds)
     if options.WANT_A:
         b_da, ds = settled(b_da, ds)
@@ -160,6 +133,6 @@ def step(tile, of_rows, sums, tds, w: gl.constexpr, memory, scale, MASKED: gl.co
     if PW_E:
         b_tdc, pw = settled(b_tdc, pw)
     if options.SUM_TDS:
-        b_tr = with_row_sums(b_tr, b_tds, of_rows, tile, dtype)
-    b_at, s_at = give_back_tile(tile, memory, options)
-    return Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr), tds, b_at, s_at
+        b_tr = steps.with_row_sums(b_tr, b_tds, of_rows, tile, dtype)
+    b_at, s_at = steps.give_back_tile(tile, memory, options)
+    return steps.Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr), tds, b_at, s_at

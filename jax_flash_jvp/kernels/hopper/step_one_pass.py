@@ -13,32 +13,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jax_flash_jvp.kernels.hopper import products, visibility
 from jax_flash_jvp.kernels.hopper.adding import row_sums, slot_of, wait_empty
 from jax_flash_jvp.kernels.hopper.handover import by_thread
-from jax_flash_jvp.kernels.hopper.products import (
-    GROUP_ROWS,
-    LOG2E,
-    accumulated,
-    parts,
-    product_layout,
-    score_product,
-    settled,
-    settled_before,
-    unfolded,
-    width,
-)
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
 from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, wait
-from jax_flash_jvp.kernels.hopper.visibility import bits, hide, loaded_visibility
 
 
 @gluon.jit
 def query_product(i, slot, PART: gl.constexpr, memory, options):
     """dSᵀ K of a tile over all keys of the block, of one part of the columns."""
-    GROUPS: gl.constexpr = options.GROUPS
-    l: gl.constexpr = product_layout(width(options.C, PART))
-    b_dq = gl.zeros([GROUP_ROWS, width(options.C, PART)], gl.float32, l)
-    for w in gl.static_range(GROUPS):
-        ds = memory.ds.index(GROUPS * slot + w)  # [keys, queries]
+    l: gl.constexpr = product_layout(products.width(options.C, PART))
+    b_dq = gl.zeros([GROUP_ROWS, products.width(options.C, PART)], gl.float32, l)
+    for w in gl.static_range(options.GROUPS):
+        ds = memory.ds.index(options.GROUPS * slot + w)  # [keys, queries]
         b_dq = warpgroup_mma(
             ds.permute((1, 0)), matrix(memory.k, unfolded(w, i))[PART], b_dq, use_acc=w > 0, is_async=True
         )  # fmt: skip
@@ -50,15 +38,14 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
     """(7) of the i-th tile."""
     use = slot_of(i, options.KEPT)
     wait(memory.ds_full, use)
-    C: gl.constexpr = options.C
     if options.CORRECTED:
         if common:
             mbarrier.wait(memory.dq_empty.index(w), odd)
             memory.rows.index(0).store(row_sums(use.slot, memory, options))
-    b_dq = (query_product(i, use.slot, 0, memory, options),)
-    for PART in gl.static_range(1, parts(C)):
+    b_dq = ()
+    for PART in gl.static_range(products.parts(options.C)):
         b_dq = b_dq + (query_product(i, use.slot, PART, memory, options),)
-    if parts(C) == 1:
+    if products.parts(options.C) == 1:
         b_0 = warpgroup_mma_wait(0, deps=[b_dq[0]])
         b_dq = (b_0,)
     else:
@@ -66,8 +53,8 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
         b_dq = (b_0, b_1)
     give_back(memory.ds_empty, use)
     mbarrier.wait(memory.dq_empty.index(w), odd)  # its place is given from one warpgroup to the next
-    for PART in gl.static_range(parts(C)):
-        memory.dq[PART].index(0).store(by_thread(b_dq[PART]).reshape([2 * width(C, PART), 32]))
+    for PART in gl.static_range(products.parts(options.C)):
+        memory.dq[PART].index(0).store(by_thread(b_dq[PART]).reshape([2 * products.width(options.C, PART), 32]))
     fence_async_shared()
     mbarrier.arrive(memory.dq_full.index(0), count=1)
 
@@ -82,34 +69,26 @@ def statistic_at(buffer, slot):
 @gluon.jit
 def masked_scores(b_s, j, masked, a_start, sight, options):
     """Scores, −∞ where a key is hidden."""
-    T: gl.constexpr = options.T
-    FEATURES: gl.constexpr = options.FEATURES
-    s_l: gl.constexpr = product_layout(T)
     if options.RAGGED:  # P of keys that do not exist could be anything, infinite too, and would reach dq
         if a_start + GROUP_ROWS > sight.key_end:
-            o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
+            o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, product_layout(options.T)))
             b_s = gl.where(gl.expand_dims(o_a < sight.key_end, 1), b_s, -float("inf"))
     if options.HAS_MASKED:
         if masked:
-            b_bits = bits(a_start, j * T, sight, T, False, True, FEATURES, s_l)
-            seen = loaded_visibility(a_start, j * T, sight, T, False, True, FEATURES, s_l)
-            b_s = hide(b_s, seen, b_bits, a_start, j * T, sight, T, False, True, FEATURES, s_l)
+            b_bits = visibility.bits(a_start, j * options.T, sight, True, options)
+            seen = visibility.loaded_visibility(a_start, j * options.T, sight, True, options)
+            b_s = visibility.masked_scores(b_s, seen, b_bits, a_start, j * options.T, sight, True, options)
     return b_s
 
 
 @gluon.jit
 def step(i, j, masked, w: gl.constexpr, a_start, sight, ds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ds."""
-    T: gl.constexpr = options.T
-    GROUPS: gl.constexpr = options.GROUPS
-    FEATURES: gl.constexpr = options.FEATURES
-    DEFERRED: gl.constexpr = FEATURES.deferred
-    LATE_DP: gl.constexpr = FEATURES.late_dp
-    N: gl.constexpr = parts(options.C)
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
+    DEFERRED: gl.constexpr = options.FEATURES.deferred
+    LATE_DP: gl.constexpr = options.FEATURES.late_dp
+    N: gl.constexpr = products.parts(options.C)
     dtype: gl.constexpr = memory.ds.dtype
-    zero = gl.zeros([GROUP_ROWS, T], gl.float32, s_l)
+    zero = gl.zeros([GROUP_ROWS, options.T], gl.float32, product_layout(options.T))
     b_dk, b_dv = sums
     a_start = unfolded(a_start, i)  # so that numbers of rows are worked out here, as the loop has no registers for them
     use = slot_of(i, options.SLOTS)
@@ -117,25 +96,25 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, ds, sums, memory, scale,
     kept = slot_of(i, options.KEPT)
     q = matrix(memory.q, use.slot)
     do = matrix(memory.do, use.slot)
-    if FEATURES.query_lengths:
+    if options.FEATURES.query_lengths:
         if masked:
             wait(memory.q_full, use)
-            clean(q, j * T, sight.query_end)
+            clean(q, j * options.T, sight.query_end)
             wait(memory.do_full, use)
-            clean(do, j * T, sight.query_end)
+            clean(do, j * options.T, sight.query_end)
     wait(memory.q_full, use)
     if options.TURNS:
         mbarrier.wait(memory.turn.index(w), i & 1)
     if DEFERRED:
         b_dk = accumulated(ds, matrix(memory.q, slot), b_dk)  # (6) of the tile before
-    b_s = score_product(matrix(memory.k, unfolded(w, i)), q, zero, False)  # (1)
+    b_s = products.score_product(matrix(memory.k, unfolded(w, i)), q, zero, False)  # (1)
     if not LATE_DP:
         wait(memory.do_full, use)
-        b_dp = score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
+        b_dp = products.score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
     if options.TURNS:
-        mbarrier.arrive(memory.turn.index((w + 1) % GROUPS), count=1)
+        mbarrier.arrive(memory.turn.index((w + 1) % options.GROUPS), count=1)
     if DEFERRED:
-        b_dk, ds, b_s = settled_before(b_dk, ds, b_s, 0 if LATE_DP else N)
+        b_dk, ds, b_s = products.settled_before(b_dk, ds, b_s, 0 if LATE_DP else N)
         mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)
     else:
         b_s = warpgroup_mma_wait(0 if LATE_DP else N, deps=[b_s])
@@ -144,15 +123,15 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, ds, sums, memory, scale,
     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)  # (2)
     if LATE_DP:
         wait(memory.do_full, use)
-        b_dp = score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
-    p = gl.convert_layout(b_p.to(dtype), p_l)
+        b_dp = products.score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
+    p = products.operand(b_p.to(dtype))
     b_dv = accumulated(p, do, b_dv)  # (3)
     b_dp = warpgroup_mma_wait(N, deps=[b_dp])
     delta = statistic_at(memory.of_do[0], use.slot)
     b_ds = (b_p * (b_dp - delta)).to(dtype)  # (5)
     wait_empty(memory.ds_empty, kept)
-    memory.ds.index(GROUPS * kept.slot + w).store(b_ds)
-    ds = gl.convert_layout(b_ds, p_l)
+    memory.ds.index(options.GROUPS * kept.slot + w).store(b_ds)
+    ds = products.operand(b_ds)
     fence_async_shared()
     give_back(memory.ds_full, kept)
     if DEFERRED:

@@ -17,19 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jax_flash_jvp.kernels.hopper import products
 from jax_flash_jvp.kernels.hopper.adding import row_sums, slot_of, wait_empty
 from jax_flash_jvp.kernels.hopper.handover import by_thread
-from jax_flash_jvp.kernels.hopper.products import (
-    GROUP_ROWS,
-    LOG2E,
-    accumulated,
-    halves,
-    product_layout,
-    score_product,
-    settled,
-    settled_before,
-    unfolded,
-)
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
 from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, rows_from, wait
 from jax_flash_jvp.kernels.hopper.step_one_pass import masked_scores, statistic_at
 
@@ -42,11 +33,10 @@ FLOATS = gl.constexpr(4 * 32)  # rows of 32 floats that TMA adds at a time
 @gluon.jit
 def key_product(i, slot, keys, N: gl.constexpr, memory, options):
     """xᵀ ds, of keys or their tangents x and the first N columns of a place of dS and ḋS, over all keys of the block."""
-    GROUPS: gl.constexpr = options.GROUPS
     b_x = gl.zeros([COLUMNS, N], gl.float32, product_layout(N))
-    for w in gl.static_range(GROUPS):
+    for w in gl.static_range(options.GROUPS):
         x = matrix(keys, unfolded(w, i))[0].permute((1, 0))
-        ds = memory.ds.index(GROUPS * slot + w).slice(0, N, 1)
+        ds = memory.ds.index(options.GROUPS * slot + w).slice(0, N, 1)
         b_x = warpgroup_mma(x, ds, b_x, use_acc=w > 0, is_async=True)
     return b_x
 
@@ -64,7 +54,7 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
     b_dq = key_product(i, use.slot, memory.k, 2 * T, memory, options)
     b_more = key_product(i, use.slot, memory.tk, T, memory, options)
     b_dq = warpgroup_mma_wait(options.GROUPS, deps=[b_dq])
-    b_dq, b_tdq = halves(b_dq)
+    b_dq, b_tdq = products.halves(b_dq)
     mbarrier.wait(memory.dq_empty.index(w), odd)  # its place is given from one warpgroup to the next
     memory.dq[0].index(0).slice(0, 2 * T, 0).store(by_thread(b_dq).reshape([2 * T, 32]))
     b_more = warpgroup_mma_wait(0, deps=[b_more])
@@ -78,9 +68,6 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
 def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ḋs, whose product is issued with the next tile's scores."""
     T: gl.constexpr = options.T
-    FEATURES: gl.constexpr = options.FEATURES
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     dtype: gl.constexpr = memory.ds.dtype
     zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
     b_dk, b_dv, b_tdk, b_tdv = sums
@@ -93,7 +80,7 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
     do_tdo = matrix(memory.do, use.slot)
     q, tq = rows_from(q_tq, 0, T), rows_from(q_tq, T, T)
     do, tdo = rows_from(do_tdo, 0, T), rows_from(do_tdo, T, T)
-    if FEATURES.query_lengths:
+    if options.FEATURES.query_lengths:
         if masked:
             wait(memory.q_full, use)
             clean(q, j * T, sight.query_end)
@@ -103,25 +90,25 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
             clean(tdo, j * T, sight.query_end)
     wait(memory.q_full, use)
     b_tdk = accumulated(tds, rows_from(matrix(memory.q, slot), 0, T), b_tdk)  # (6') of the tile before
-    b_s = score_product(matrix(memory.k, z), q_tq, zeros, False)  # (1)
+    b_s = products.score_product(matrix(memory.k, z), q_tq, zeros, False)  # (1)
     wait(memory.do_full, use)
-    b_dp = score_product(matrix(memory.v, z), do_tdo, zeros, False)  # (4)
-    b_tdk, tds, b_s = settled_before(b_tdk, tds, b_s, 1)
+    b_dp = products.score_product(matrix(memory.v, z), do_tdo, zeros, False)  # (4)
+    b_tdk, tds, b_s = products.settled_before(b_tdk, tds, b_s, 1)
     mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)
-    b_s, b_ts = halves(b_s)
+    b_s, b_ts = products.halves(b_s)
     lse2 = statistic_at(memory.of_q[0], use.slot)
     b_s = masked_scores(b_s, j, masked, a_start, sight, options)
     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)  # (2)
-    p = gl.convert_layout(b_p.to(dtype), p_l)
+    p = products.operand(b_p.to(dtype))
     b_ts -= statistic_at(memory.of_q[1], use.slot) * (1 / scale)
-    b_ts = score_product(matrix(memory.tk, z), q, b_ts, True)  # (1')
+    b_ts = products.score_product(matrix(memory.tk, z), q, b_ts, True)  # (1')
     b_dv = accumulated(p, do, b_dv)  # (3)
     b_tdv = accumulated(p, tdo, b_tdv)  # (3')
     b_dp = warpgroup_mma_wait(3, deps=[b_dp])
-    b_dp, b_tdp = halves(b_dp)
+    b_dp, b_tdp = products.halves(b_dp)
     b_dp -= statistic_at(memory.of_do[0], use.slot)
     b_ds = (b_p * b_dp).to(dtype)  # (5)
-    ds = gl.convert_layout(b_ds, p_l)
+    ds = products.operand(b_ds)
     b_tdk = accumulated(ds, tq, b_tdk)  # (6')
     b_dk = accumulated(ds, q, b_dk)  # (6)
     place = memory.ds.index(options.GROUPS * kept.slot + w)
@@ -130,13 +117,13 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
     b_ts = warpgroup_mma_wait(4, deps=[b_ts])
     b_w = b_ts * scale
     b_tdp += b_dp * b_w - statistic_at(memory.of_do[1], use.slot)
-    b_tdp = score_product(matrix(memory.tv, z), do, b_tdp, True)  # (4')
-    pw = gl.convert_layout((b_p * b_w).to(dtype), p_l)
+    b_tdp = products.score_product(matrix(memory.tv, z), do, b_tdp, True)  # (4')
+    pw = products.operand((b_p * b_w).to(dtype))
     b_tdv = accumulated(pw, do, b_tdv)  # (3')
     b_tdp = warpgroup_mma_wait(1, deps=[b_tdp])
     b_tds = (b_p * b_tdp).to(dtype)  # (5')
     place.slice(T, T, 1).store(b_tds)
-    tds = gl.convert_layout(b_tds, p_l)
+    tds = products.operand(b_tds)
     fence_async_shared()
     give_back(memory.ds_full, kept)
     b_tdk, ds = settled(b_tdk, ds)

@@ -17,75 +17,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from jax_flash_jvp.kernels.hopper import step_dual, step_plain
+from jax_flash_jvp.kernels.hopper import products, programs, ring, step_dual, step_plain, steps, visibility
 from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
 from jax_flash_jvp.kernels.hopper.handover import finish, hand_over, resume
-from jax_flash_jvp.kernels.hopper.products import (
-    GROUP_ROWS,
-    accumulated,
-    excess_of,
-    lane_layout,
-    log2_sum_exp,
-    mean_at,
-    over_lanes,
-    product_layout,
-    scaled,
-    settled,
-    store_rows,
-    summed_lanes,
-    sums,
-    unfolded,
-    width,
-    without_mean,
-    zeroed,
-)
-from jax_flash_jvp.kernels.hopper.programs import (
-    Integers,
-    aligned,
-    in_wave,
-    queue,
-)
-from jax_flash_jvp.kernels.hopper.ring import (
-    Cursor,
-    advance,
-    barriers,
-    copy_async,
-    described,
-    expect,
-    give_back,
-    inner,
-    load,
-    load_resident,
-    load_tile,
-    matrix,
-    resident_buffers,
-    rows_from,
-    slot_before,
-    tiles,
-    wait,
-)
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, accumulated, product_layout, settled, unfolded
+from jax_flash_jvp.kernels.hopper.programs import Integers
+from jax_flash_jvp.kernels.hopper.ring import Cursor, advance, described, matrix, wait
 from jax_flash_jvp.kernels.hopper.skeleton import consume_blocks, produce_blocks, run
-from jax_flash_jvp.kernels.hopper.step import (
-    DELTA,
-    LSE2,
-    MU,
-    STAGES,
-    T_DELTA,
-    Statistics,
-    Sums,
-    columns_of,
-    tile_at_hand,
-)
-from jax_flash_jvp.kernels.hopper.visibility import (
-    Selection,
-    first_tile,
-    has_loop,
-    has_masked_tiles,
-    next_tile,
-    range_of,
-    selected,
-    tile_at,
-)
+from jax_flash_jvp.kernels.hopper.visibility import Selection, has_masked_tiles
 
 # constants: HEIGHT is that of a block in rows of a warpgroup; USE_… of c, w and the tangents follow from which there are and what
 # is wanted; DEFERRED, LATE_DP: see `Features`; SUM_…: row sums of dS and of ḋS, where these are multiplied with keys or their
@@ -111,37 +50,34 @@ Results = namedtuple("Results", "DA DC TDA TDC EXCHANGE LSE2 DELTA T_DELTA")
 
 @gluon.jit
 def load_all_resident(arrays, i_b, i_a, row, memory, a_at, options):
-    USE_C: gl.constexpr = options.USE_C
-    USE_TA: gl.constexpr = options.USE_TA
-    USE_TC: gl.constexpr = options.USE_TC
-    COUNT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
+    COUNT: gl.constexpr = 1 + (1 if options.USE_C else 0) + (1 if options.USE_TA else 0) + (1 if options.USE_TC else 0)
     for w in gl.static_range(options.HEIGHT):
         i = a_at.slot * options.HEIGHT + w
         bar = memory.a_full.index(i)
         mbarrier.wait(memory.a_empty.index(i), a_at.phase)
-        expect(bar, COUNT, arrays.a)
-        load_resident(arrays.a, i_b, i_a, row, bar, memory.a, i, w)
-        if USE_C:
-            load_resident(arrays.c, i_b, i_a, row, bar, memory.c, i, w)
-        if USE_TA:
-            load_resident(arrays.ta, i_b, i_a, row, bar, memory.ta, i, w)
-        if USE_TC:
-            load_resident(arrays.tc, i_b, i_a, row, bar, memory.tc, i, w)
+        ring.expect(bar, COUNT, arrays.a)
+        ring.load_resident(arrays.a, i_b, i_a, row, bar, memory.a, i, w)
+        if options.USE_C:
+            ring.load_resident(arrays.c, i_b, i_a, row, bar, memory.c, i, w)
+        if options.USE_TA:
+            ring.load_resident(arrays.ta, i_b, i_a, row, bar, memory.ta, i, w)
+        if options.USE_TC:
+            ring.load_resident(arrays.tc, i_b, i_a, row, bar, memory.tc, i, w)
 
 
 @gluon.jit
 def stage_statistics(statistics, x, m_x, memory, s_at, options):
     """Asynchronous.  Zeros for absent queries: their rows are zeros as well, so that a P of one adds nothing."""
     stage = 4 * s_at.slot
-    copy_async(memory.stats.index(stage + LSE2), statistics.LSE2 + x, mask=m_x)
+    ring.copy_async(memory.stats.index(stage + steps.LSE2), statistics.LSE2 + x, mask=m_x)
     if options.USE_W:
-        copy_async(memory.stats.index(stage + MU), statistics.MU + x, mask=m_x)
+        ring.copy_async(memory.stats.index(stage + steps.MU), statistics.MU + x, mask=m_x)
     if options.USE_C:
-        copy_async(memory.stats.index(stage + DELTA), statistics.DELTA + x, mask=m_x)
+        ring.copy_async(memory.stats.index(stage + steps.DELTA), statistics.DELTA + x, mask=m_x)
     if options.WANT_TA:
-        copy_async(memory.stats.index(stage + T_DELTA), statistics.T_DELTA + x, mask=m_x)
+        ring.copy_async(memory.stats.index(stage + steps.T_DELTA), statistics.T_DELTA + x, mask=m_x)
     async_copy.mbarrier_arrive(memory.s_full.index(s_at.slot), increment_count=False)
-    return advance(s_at, STAGES)
+    return advance(s_at, steps.STAGES)
 
 
 @gluon.jit
@@ -154,9 +90,9 @@ def load_outputs(arrays, i_b, i_a, row, memory, at, options):
         bar = memory.full.index(at.slot)
         if I % PER_SLOT == 0:
             wait(memory.empty, at)
-            expect(bar, PER_SLOT if I + PER_SLOT <= N else N - I, arrays.o)
+            ring.expect(bar, PER_SLOT if I + PER_SLOT <= N else N - I, arrays.o)
         o = arrays.o if I % KINDS == 0 else arrays.to
-        load(
+        ring.load(
             o, i_b, i_a, row + I // KINDS * GROUP_ROWS, bar, memory.ring, at.slot, I % PER_SLOT * GROUP_ROWS, GROUP_ROWS
         )
         if (I + 1) % PER_SLOT == 0 or I + 1 == N:
@@ -168,7 +104,6 @@ def load_outputs(arrays, i_b, i_a, row, memory, at, options):
 def load_block(i, state, a_at, arrays, memory, call, options):
     T: gl.constexpr = options.T
     SLOTS: gl.constexpr = options.SLOTS
-    FEATURES: gl.constexpr = options.FEATURES
     at, s_at = state
     ints = call.ints
     block = block_of(i, ints, call.selection, options)
@@ -176,32 +111,32 @@ def load_block(i, state, a_at, arrays, memory, call, options):
     a_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
     # as in forward.py; o is of no use without d_o, which must not wait for slots that o takes
     ROOM: gl.constexpr = options.OUTPUTS <= (SLOTS - 2) * options.PER_SLOT
-    AFTER: gl.constexpr = FEATURES.persistent and options.BUFFERS == 1 and ROOM
+    AFTER: gl.constexpr = options.FEATURES.persistent and options.BUFFERS == 1 and ROOM
     if options.OUTPUTS > 0:
         at = load_outputs(arrays, i_b, i_a, a_row, memory, at, options)
     if not AFTER:
         load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     first = 1
     for MASKED in gl.static_range(2):
-        if has_loop(MASKED, options.HAS_MASKED, FEATURES):
+        if visibility.has_loop(MASKED, options.HAS_MASKED, options.FEATURES):
             for i_g in range(block.group):
                 i_h = block.i_stream + i_g
                 visits = visits_of_head(i_g, block, ints, call.selection, options)
-                t_first, t_end = range_of(visits, MASKED)
+                t_first, t_end = visibility.range_of(visits, MASKED)
                 for t in range(t_first, t_end):
-                    row = tile_at(t, visits, MASKED, FEATURES) * T
+                    row = visibility.tile_at(t, visits, MASKED, options.FEATURES) * T
                     if not options.ROW:
                         o_m = row + gl.arange(0, T, layout=gl.BlockedLayout([1], [32], [1], [0]))
                         x = (i_b * ints.HQ + i_h).to(gl.int64) * ints.LQ + o_m
                         wait(memory.s_empty, s_at)
                         s_at = stage_statistics(call.statistics, x, o_m < block.query_end, memory, s_at, options)
-                    at = load_tile(arrays.b, arrays.tb, i_b, i_h, row, memory, at, T, SLOTS, options.USE_TB)
-                    at = load_tile(arrays.e, arrays.te, i_b, i_h, row, memory, at, T, SLOTS, options.USE_TE)
+                    at = ring.load_tile(arrays.b, arrays.tb, i_b, i_h, row, memory, at, T, SLOTS, options.USE_TB)
+                    at = ring.load_tile(arrays.e, arrays.te, i_b, i_h, row, memory, at, T, SLOTS, options.USE_TE)
                     if AFTER:
                         if first == 1:
                             load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
                         first = 0
-    if AFTER and FEATURES.dynamic:
+    if AFTER and options.FEATURES.dynamic:
         if first == 1:
             load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     return at, s_at
@@ -231,9 +166,9 @@ def summed_rows(b_r, b_tr, options):
     layout: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
     rows = ()
     if options.SUM_DS:
-        rows = rows + (summed_lanes(b_r, layout),)
+        rows = rows + (products.summed_lanes(b_r, layout),)
     if options.SUM_TDS:
-        rows = rows + (summed_lanes(b_tr, layout),)
+        rows = rows + (products.summed_lanes(b_tr, layout),)
     return rows
 
 
@@ -268,26 +203,24 @@ def all_four(some, zero, options):
 @gluon.jit
 def statistics_of_outputs(i_w: gl.constexpr, at, own_rows, memory, options, LAYOUT: gl.constexpr):
     """(rowsum(d_o∘o), rowsum(ḋ_o∘o + d_o∘ȯ)) of the rows of a warpgroup."""
-    N: gl.constexpr = options.OUTPUTS
-    PER_SLOT: gl.constexpr = options.PER_SLOT
-    KINDS: gl.constexpr = N // options.HEIGHT
+    KINDS: gl.constexpr = options.OUTPUTS // options.HEIGHT
     delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
     t_delta = gl.zeros([GROUP_ROWS], gl.float32, LAYOUT)
     c = matrix(memory.c, own_rows)
     tc = matrix(memory.tc, own_rows)
-    for I in gl.static_range(N):
-        if I % PER_SLOT == 0:
+    for I in gl.static_range(options.OUTPUTS):
+        if I % options.PER_SLOT == 0:
             wait(memory.full, at)
         if I // KINDS == i_w % options.HEIGHT:
-            o = rows_from(matrix(memory.ring, at.slot), I % PER_SLOT * GROUP_ROWS, GROUP_ROWS)
+            o = ring.rows_from(matrix(memory.ring, at.slot), I % options.PER_SLOT * GROUP_ROWS, GROUP_ROWS)
             if I % KINDS == 1:
-                t_delta += inner(c, o, LAYOUT)
+                t_delta += ring.inner(c, o, LAYOUT)
             else:
-                delta += inner(c, o, LAYOUT)
+                delta += ring.inner(c, o, LAYOUT)
                 if options.USE_TC:
-                    t_delta += inner(tc, o, LAYOUT)
-        if (I + 1) % PER_SLOT == 0 or I + 1 == N:
-            give_back(memory.empty, at)
+                    t_delta += ring.inner(tc, o, LAYOUT)
+        if (I + 1) % options.PER_SLOT == 0 or I + 1 == options.OUTPUTS:
+            ring.give_back(memory.empty, at)
             at = advance(at, options.SLOTS)
     return delta, t_delta, at
 
@@ -295,38 +228,27 @@ def statistics_of_outputs(i_w: gl.constexpr, at, own_rows, memory, options, LAYO
 @gluon.jit
 def first_sums(block, w: gl.constexpr, results, options):
     """Zeros, or what the loop over a fragment of the block goes on from."""
-    none = sums_of(w, options)
-    b_r = gl.zeros([GROUP_ROWS, 4], gl.float32, lane_layout())
+    none = products.own_sums(w, options)
+    b_r = gl.zeros([GROUP_ROWS, 4], gl.float32, products.lane_layout())
     b_tr = b_r
     if options.FEATURES.shared:
-        some, rows = resume(
-            results.EXCHANGE, block.work, w, options.GROUPS, wanted(none, none, none, none, options),
-            summed_rows(b_r, b_tr, options), width(options.C, 0) if options.SPLIT else options.C,
-        )  # fmt: skip
-        b_da, b_dc, b_tda, b_tdc = all_four(some, none, options)
+        sums, rows = wanted(none, none, none, none, options), summed_rows(b_r, b_tr, options)
+        sums, rows = resume(results.EXCHANGE, block.work, w, sums, rows, options)
+        b_da, b_dc, b_tda, b_tdc = all_four(sums, none, options)
         if options.SUM_DS:
-            b_r = over_lanes(rows[0])
+            b_r = products.over_lanes(rows[0])
         if options.SUM_TDS:
-            b_tr = over_lanes(rows[len(rows) - 1])
-        return Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr)
+            b_tr = products.over_lanes(rows[len(rows) - 1])
+        return steps.Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr)
     else:
-        return Sums(none, none, none, none, b_r, b_tr)
-
-
-@gluon.jit
-def sums_of(w: gl.constexpr, options):
-    """Zeros for the columns of a warpgroup."""
-    if options.SPLIT:
-        return sums(width(options.C, w))
-    else:
-        return sums(options.C)
+        return steps.Sums(none, none, none, none, b_r, b_tr)
 
 
 @gluon.jit
 def statistics_of_rows(block, a_row, w: gl.constexpr, b_at, resident, common, memory, call, options):
     """Of the queries of a warpgroup, if ROW: loaded, or made of o and ȯ; and the next slot of the ring."""
     if not options.ROW:
-        return Statistics(0.0, 0.0, 0.0, 0.0, common, 1 / call.scale), b_at
+        return steps.Statistics(0.0, 0.0, 0.0, 0.0, common, 1 / call.scale), b_at
     else:
         X, ints = call.statistics, call.ints
         layout: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
@@ -335,7 +257,7 @@ def statistics_of_rows(block, a_row, w: gl.constexpr, b_at, resident, common, me
         if options.OUTPUTS > 0:
             b_lse = gl.load(X.LSE2 + x, mask=o_a < ints.LQ, other=-float("inf"))
             b_delta, b_t_delta, b_at = statistics_of_outputs(w, b_at, resident, memory, options, layout)
-            lse2 = gl.expand_dims(log2_sum_exp(b_lse), 1)
+            lse2 = gl.expand_dims(products.log2_sum_exp(b_lse), 1)
             if options.HAS_D_LSE:
                 b_delta -= gl.load(X.D_LSE + x, mask=o_a < ints.LQ, other=0.0)
             if options.HAS_TD_LSE:
@@ -350,20 +272,15 @@ def statistics_of_rows(block, a_row, w: gl.constexpr, b_at, resident, common, me
         mu = delta
         if options.USE_W:
             mu = row_statistic(X.MU, x, o_a < ints.LQ, 0.0)
-        return Statistics(lse2, mu, delta, t_delta, common, 1 / call.scale), b_at
+        return steps.Statistics(lse2, mu, delta, t_delta, common, 1 / call.scale), b_at
 
 
 @gluon.jit
 def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
-    T: gl.constexpr = options.T
-    ROW: gl.constexpr = options.ROW
-    FEATURES: gl.constexpr = options.FEATURES
-    s_l: gl.constexpr = product_layout(T)
-    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     step: gl.constexpr = step_dual.step if options.WANT_TA or options.WANT_TC else step_plain.step
     b_at, s_at, tick = state
     ints, selection = call.ints, call.selection
-    heads = ints.HQ if ROW else ints.HQ // ints.GROUP  # of resident rows
+    heads = ints.HQ if options.ROW else ints.HQ // ints.GROUP  # of resident rows
     block = block_of(i, ints, selection, options)
     a_row = (block.i_block * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
     common = 0
@@ -373,20 +290,20 @@ def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
     resident = a_at.slot * options.HEIGHT + w % options.HEIGHT
     mbarrier.wait(memory.a_full.index(resident), a_at.phase)
     of_rows, b_at = statistics_of_rows(block, a_row, w, b_at, resident, common, memory, call, options)
-    no_ds = gl.zeros([GROUP_ROWS, T], memory.a[0].dtype, s_l)
+    no_ds = gl.zeros([GROUP_ROWS, options.T], memory.a[0].dtype, product_layout(options.T))
     for MASKED in gl.static_range(2):
-        if has_loop(MASKED, options.HAS_MASKED, FEATURES):
+        if visibility.has_loop(MASKED, options.HAS_MASKED, options.FEATURES):
             for i_g in range(block.group):
                 visits = visits_of_head(i_g, block, ints, selection, options)
-                i_h = block.i_a if ROW else block.i_stream + i_g
-                sight = selected(selection, block.i_b, i_h, ints, block.query_end, block.key_end, ROW, FEATURES)
-                t_first, t_end = range_of(visits, MASKED)
-                last = gl.convert_layout(no_ds, p_l)  # there is no tile before the first
-                upcoming = first_tile(visits, MASKED, FEATURES)
+                i_h = block.i_a if options.ROW else block.i_stream + i_g
+                sight = visibility.selected(block, i_h, call, options)
+                t_first, t_end = visibility.range_of(visits, MASKED)
+                last = products.operand(no_ds)  # there is no tile before the first
+                upcoming = visibility.first_tile(visits, MASKED, options.FEATURES)
                 for t in range(t_first, t_end):
-                    j, upcoming = next_tile(t, upcoming, visits, MASKED, FEATURES)
+                    j, upcoming = visibility.next_tile(t, upcoming, visits, MASKED, options.FEATURES)
                     place = (a_row, j, t, t_first, tick)
-                    tile = tile_at_hand(place, sight, b_at, s_at, resident, memory, MASKED, options)
+                    tile = steps.tile_at_hand(place, sight, b_at, s_at, resident, memory, MASKED, options)
                     sums, last, b_at, s_at = step(tile, of_rows, sums, last, w, memory, call.scale, MASKED, options)
                     tick += 1
                 if options.DEFERRED:
@@ -394,8 +311,8 @@ def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
                         sums = with_last_product(sums, last, b_at, w, memory, options)
     mbarrier.arrive(memory.a_empty.index(resident), count=1)
     # worked out again, where the loop has no registers for it
-    again = i if options.C <= 64 and not FEATURES.shared else unfolded(i, tick)
-    write_block(again, heads, block.query_end if ROW else block.key_end, w, sums, of_rows, call, options)
+    again = i if options.C <= 64 and not options.FEATURES.shared else unfolded(i, tick)
+    write_block(again, heads, block.query_end if options.ROW else block.key_end, w, sums, of_rows, call, options)
     return b_at, s_at, tick
 
 
@@ -403,8 +320,8 @@ def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
 def with_last_product(sums, ds, b_at, w: gl.constexpr, memory, options):
     """The sums with the product of the last tile's ḋS, or else of its dS, with b, which is then given back."""
     b_da, b_dc, b_tda, b_tdc, b_r, b_tr = sums
-    slot = slot_before(b_at, 2, options.SLOTS)
-    b = columns_of(slot, w, memory, options)
+    slot = ring.slot_before(b_at, 2, options.SLOTS)
+    b = steps.columns_of(slot, w, memory, options)
     if options.WANT_TA:
         b_tda = accumulated(ds, b, b_tda)
         b_tda, ds = settled(b_tda, ds)
@@ -412,7 +329,7 @@ def with_last_product(sums, ds, b_at, w: gl.constexpr, memory, options):
         b_da = accumulated(ds, b, b_da)
         b_da, ds = settled(b_da, ds)
     mbarrier.arrive(memory.empty.index(slot), count=1)
-    return Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr)
+    return steps.Sums(b_da, b_dc, b_tda, b_tdc, b_r, b_tr)
 
 
 @gluon.jit
@@ -420,7 +337,6 @@ def write_block(i, heads, end, w: gl.constexpr, sums, of_rows, call, options):
     """Writes what a warpgroup has summed, or hands it over, if another program ends the block."""
     FEATURES: gl.constexpr = options.FEATURES
     FIRST: gl.constexpr = w if options.SPLIT else 0  # part of the columns
-    WIDEST: gl.constexpr = width(options.C, 0) if options.SPLIT else options.C
     ints, results = call.ints, call.results
     block = block_of(i, ints, call.selection, options)
     a_row = (block.i_block * options.HEIGHT + w % options.HEIGHT) * GROUP_ROWS
@@ -428,10 +344,10 @@ def write_block(i, heads, end, w: gl.constexpr, sums, of_rows, call, options):
     gradients = wanted(sums.da, sums.dc, sums.tda, sums.tdc, options)
     rows = summed_rows(sums.r, sums.tr, options)
     if FEATURES.shared:
-        gradients, rows = finish(results.EXCHANGE, block.work, w, options.GROUPS, gradients, rows, WIDEST, True)
+        gradients, rows = finish(results.EXCHANGE, block.work, w, gradients, rows, True, options)
     if block.work.handed_over:
         if FEATURES.shared:
-            hand_over(results.EXCHANGE, in_wave(ints, FEATURES), w, options.GROUPS, gradients, rows, WIDEST)
+            hand_over(results.EXCHANGE, programs.in_wave(ints, FEATURES), w, gradients, rows, options)
     else:
         if options.ROW:
             gradients = corrected(gradients, rows, of_rows, block, a_row, o_a, w, call, options)
@@ -441,26 +357,29 @@ def write_block(i, heads, end, w: gl.constexpr, sums, of_rows, call, options):
 @gluon.jit
 def corrected(gradients, rows, of_rows, block, a_row, o_a, w: gl.constexpr, call, options):
     """dQ and ḋQ without what rounding adds to rows of dS and ḋS: README.md, "Rounding".  Writes δ and δ̇ with it."""
-    C: gl.constexpr = options.C
     FIRST: gl.constexpr = w if options.SPLIT else 0
     X, ints, results = call.statistics, call.ints, call.results
     x = (block.i_b * ints.HQ + block.i_a).to(gl.int64) * ints.LQ + o_a
-    mean = mean_at(block.i_b, block.i_a, block.i_stream, a_row, ints, C, options.FEATURES)
-    b_da, b_dc, b_tda, b_tdc = all_four(gradients, sums_of(w, options), options)
+    mean = products.mean_at(
+        block.i_b, block.i_a, block.i_stream, a_row, ints.HQ, ints.GROUP, ints.LQ, options.C, options.FEATURES
+    )
+    b_da, b_dc, b_tda, b_tdc = all_four(gradients, products.own_sums(w, options), options)
     delta, t_delta = of_rows.delta, of_rows.t_delta
     if options.SUM_DS:
         if of_rows.common:
-            excess = excess_of(rows[0], of_rows.lse2, X.D_LSE, x, o_a < ints.LQ, options.HAS_D_LSE)
+            excess = products.excess_of(rows[0], of_rows.lse2, X.D_LSE, x, o_a < ints.LQ, options.HAS_D_LSE)
             delta += gl.expand_dims(excess, 1)
             if options.WANT_A:
-                b_da = without_mean(b_da, excess, X.KEY_MEAN, mean, C, FIRST)
+                b_da = products.without_mean(b_da, excess, X.KEY_MEAN, mean, options.C, FIRST)
             if options.WANT_TA and options.USE_TB:
-                b_tda = without_mean(b_tda, excess, X.T_KEY_MEAN, mean, C, FIRST)
+                b_tda = products.without_mean(b_tda, excess, X.T_KEY_MEAN, mean, options.C, FIRST)
     if options.SUM_TDS:
         if of_rows.common:
-            excess = excess_of(rows[len(rows) - 1], of_rows.lse2, X.TD_LSE, x, o_a < ints.LQ, options.HAS_TD_LSE)
+            excess = products.excess_of(
+                rows[len(rows) - 1], of_rows.lse2, X.TD_LSE, x, o_a < ints.LQ, options.HAS_TD_LSE
+            )
             t_delta += gl.expand_dims(excess, 1)
-            b_tda = without_mean(b_tda, excess, X.KEY_MEAN, mean, C, FIRST)
+            b_tda = products.without_mean(b_tda, excess, X.KEY_MEAN, mean, options.C, FIRST)
     if FIRST == 0:
         store_statistic(results.DELTA, x, delta, o_a < ints.LQ)
         if options.WANT_TA:
@@ -478,10 +397,10 @@ def store_gradients(gradients, block, heads, end, a_row, o_a, FIRST: gl.constexp
     arrays = wanted(results.DA, results.DC, results.TDA, results.TDC, options)
     scales = wanted(call.scale, 1.0, call.scale, 1.0, options)
     for I in gl.static_range(len(gradients)):
-        b_x = scaled(gradients[I], gl.full([GROUP_ROWS], scales[I], gl.float32, r_l))
+        b_x = products.scaled(gradients[I], gl.full([GROUP_ROWS], scales[I], gl.float32, r_l))
         if options.FEATURES.query_lengths if options.ROW else options.FEATURES.key_lengths:
-            b_x = zeroed(b_x, o_a >= end)
-        store_rows(arrays[I], block.i_b, block.i_a, heads, a_row, length, b_x, options.C, FIRST)
+            b_x = products.zeroed(b_x, o_a >= end)
+        products.store_rows(arrays[I], block.i_b, block.i_a, heads, a_row, length, b_x, options.C, FIRST)
 
 
 @gluon.jit
@@ -493,31 +412,32 @@ def consume(w: gl.constexpr, memory, call, options):
 def program(arrays, call, options):
     """Its shared memory, its warps."""
     GROUPS: gl.constexpr = options.GROUPS
-    TURNS: gl.constexpr = options.TURNS
     RESIDENT: gl.constexpr = options.HEIGHT * options.BUFFERS
-    a_s = tiles(arrays.a, RESIDENT)
-    c_s = tiles(arrays.c, RESIDENT) if options.USE_C else a_s
-    ta_s = tiles(arrays.ta, RESIDENT) if options.USE_TA else a_s
-    tc_s = tiles(arrays.tc, RESIDENT) if options.USE_TC else a_s
-    ring = tiles(arrays.b, options.SLOTS, 2 if options.USE_TB or options.USE_TE else 1)
-    a_full = barriers(RESIDENT, 1)
-    a_empty = barriers(RESIDENT, GROUPS // options.HEIGHT)
-    full = barriers(options.SLOTS, 1)
-    empty = barriers(options.SLOTS, GROUPS)
+    a_s = ring.tiles(arrays.a, RESIDENT)
+    c_s = ring.tiles(arrays.c, RESIDENT) if options.USE_C else a_s
+    ta_s = ring.tiles(arrays.ta, RESIDENT) if options.USE_TA else a_s
+    tc_s = ring.tiles(arrays.tc, RESIDENT) if options.USE_TC else a_s
+    ring_s = ring.tiles(arrays.b, options.SLOTS, 2 if options.USE_TB or options.USE_TE else 1)
+    a_full = ring.barriers(RESIDENT, 1)
+    a_empty = ring.barriers(RESIDENT, GROUPS // options.HEIGHT)
+    full = ring.barriers(options.SLOTS, 1)
+    empty = ring.barriers(options.SLOTS, GROUPS)
     # none that is not used: its memory would be given to others
-    turn = barriers(GROUPS, 1) if TURNS else full
+    turn = ring.barriers(GROUPS, 1) if options.TURNS else full
     stats = full
     s_full = full
     s_empty = full
     if not options.ROW:
-        stats = gl.allocate_shared_memory(gl.float32, [4 * STAGES, options.T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        s_full = barriers(STAGES, 32)  # every lane of the producer
-        s_empty = barriers(STAGES, GROUPS)
-    if TURNS:
+        stats = gl.allocate_shared_memory(
+            gl.float32, [4 * steps.STAGES, options.T], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+        s_full = ring.barriers(steps.STAGES, 32)  # every lane of the producer
+        s_empty = ring.barriers(steps.STAGES, GROUPS)
+    if options.TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    numbers = queue(GROUPS) if options.FEATURES.dynamic else full
-    memory = Memory(a_s, c_s, ta_s, tc_s, ring, a_full, a_empty, full, empty, stats, s_full, s_empty, turn, numbers)
+    numbers = programs.queue(GROUPS) if options.FEATURES.dynamic else full
+    memory = Memory(a_s, c_s, ta_s, tc_s, ring_s, a_full, a_empty, full, empty, stats, s_full, s_empty, turn, numbers)
     run(consume, produce, arrays, memory, call, options)
 
 
@@ -546,8 +466,8 @@ def backward(
     PER_SLOT: gl.constexpr = T * (2 if USE_TB or USE_TE else 1) // GROUP_ROWS
     PAIRS: gl.constexpr = SLOTS // (2 if USE_TB or USE_TE else 1)
     RESIDENT: gl.constexpr = 1 + (1 if USE_C else 0) + (1 if USE_TA else 0) + (1 if USE_TC else 0)
-    BUFFERS: gl.constexpr = resident_buffers(RESIDENT * HEIGHT * GROUP_ROWS, SLOTS * T, C, FEATURES)
-    LQ, LK = aligned(LQ, LK, FEATURES)
+    BUFFERS: gl.constexpr = ring.resident_buffers(RESIDENT * HEIGHT * GROUP_ROWS, SLOTS * T, C, FEATURES)
+    LQ, LK = programs.aligned(LQ, LK, FEATURES)
     # a tile's last product, of ḋS or else of dS with b, is issued with the next tile's scores: nobody waits for it alone
     DEFERRED: gl.constexpr = FEATURES.deferred and (WANT_TA or (WANT_A and not WANT_TC))
     LATE_DP: gl.constexpr = FEATURES.late_dp and USE_C  # dP is issued behind the softmax, which has its registers

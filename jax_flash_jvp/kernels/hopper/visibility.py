@@ -6,7 +6,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout
 from jax_flash_jvp.kernels.portable import visibility
 
 words = gluon.jit(visibility.words.fn)
@@ -16,8 +16,8 @@ Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS 
 MaskReader = namedtuple("MaskReader", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS ranges mask blocks")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
 Bounds = namedtuple("Bounds", "start first whole stop")
-# numbers of whole tiles, then of masked ones, and which these are: see `span`, or a list from `start` on
-Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end start first end")
+# numbers of whole tiles, then of masked ones, and which these are: a list, or the tiles from `list_at` on (`span`)
+Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end list_at whole_first whole_end")
 
 
 @triton.constexpr_function
@@ -59,7 +59,7 @@ def lengths(i_b, ints, selection, FEATURES: gl.constexpr):
 
 @gluon.jit
 def span(bounds, T: gl.constexpr, HAS_MASKED: gl.constexpr, FEATURES: gl.constexpr):
-    """The tiles first … end - 1, which need no mask, come first; then those from `start` on, and those after."""
+    """The tiles whole_first … whole_end - 1, which need no mask, come first; then those from `list_at` on, and those after."""
     start, first, whole, stop = bounds
     if HAS_MASKED:
         n = gl.maximum(gl.cdiv(stop, T), 0)
@@ -85,7 +85,7 @@ def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
     whole ones of all heads, then the masked ones; where there is no list of tiles and nothing but the ragged end is masked.
     FROM_ZERO: of a side that masks none, as loops that begin there, which takes a register less where the number of a tile is
     not needed."""
-    _, plain, _, masked, start, first, end = visits
+    _, plain, _, masked, list_at, whole_first, whole_end = visits
     before_plain = i_g * plain
     before_masked = group * plain + i_g * masked
     plain_first = clamped(work.first - before_plain, plain)
@@ -95,7 +95,7 @@ def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
     if FROM_ZERO:
         return Visits(0, plain_end - plain_first, 0, 0, 0, plain_first, plain_first)
     else:
-        return Visits(plain_first, plain_end, masked_first, masked_end, start, first, end)
+        return Visits(plain_first, plain_end, masked_first, masked_end, list_at, whole_first, whole_end)
 
 
 @gluon.jit
@@ -137,23 +137,25 @@ def n_blocks(LQ, LK, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def selected(selection, i_b, i_h, ints, query_end, key_end, ROW: gl.constexpr, FEATURES: gl.constexpr):
-    """What `visible` and `bits` read, for this batch entry and query head."""
+def selected(block, i_h, call, options):
+    """What `visible` and `bits` read, for a block and a query head."""
+    FEATURES: gl.constexpr = options.FEATURES
+    i_b, ints, selection = block.i_b, call.ints, call.selection
     LQ, LK = ints.LQ, ints.LK
     size = i_b.to(gl.int64) * 0 + 1
     blocks = selection.BLOCKS
     MASK_AXES: gl.constexpr = FEATURES.mask
     if FEATURES.mask.matrix:
-        OWN: gl.constexpr = FEATURES.mask_rows if ROW else FEATURES.mask_columns
-        OTHER: gl.constexpr = FEATURES.mask_columns if ROW else FEATURES.mask_rows
+        OWN: gl.constexpr = FEATURES.mask_rows if options.ROW else FEATURES.mask_columns
+        OTHER: gl.constexpr = FEATURES.mask_columns if options.ROW else FEATURES.mask_rows
         n_q, n_k = n_blocks(LQ, LK, FEATURES)
         if FEATURES.mask_pages:
             blocks = head_slice(blocks, i_b, i_h, ints, size * (1 + n_q * n_k), MASK_AXES)
             size *= gl.load(blocks) * (OWN * words(OTHER, 32))
             blocks += 1
         else:
-            size *= n_q if ROW else n_k
-            size *= words(LK if ROW else LQ, 32)
+            size *= n_q if options.ROW else n_k
+            size *= words(LK if options.ROW else LQ, 32)
     elif FEATURES.mask.rows:
         size *= LQ
     elif FEATURES.mask.columns:
@@ -165,24 +167,9 @@ def selected(selection, i_b, i_h, ints, query_end, key_end, ROW: gl.constexpr, F
         RANGES_AXES: gl.constexpr = FEATURES.ranges
         size = i_b.to(gl.int64) * 0 + LQ * (2 * FEATURES.intervals)
         ranges = head_slice(ranges, i_b, i_h, ints, size, RANGES_AXES)
-    return MaskReader(query_end, key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, ranges, mask, blocks)
-
-
-@gluon.jit
-def visits_of(
-    selection, i_b, i_h, ints, i_block, n_blocks, n_tiles, bounds,
-    T: gl.constexpr, HAS_MASKED: gl.constexpr, FEATURES: gl.constexpr,
-):  # fmt: skip
-    """The tiles that a block visits: where there are masks, segments or ranges those of its list, see
-    `portable/visibility.py`, else those within the bounds."""
-    if FEATURES.tiles.present:
-        size = i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
-        TILES_AXES: gl.constexpr = FEATURES.tiles
-        p_tiles = head_slice(selection.TILES, i_b, i_h, ints, size, TILES_AXES) + i_block * (n_tiles + 2)
-        plain = 0 if FEATURES.one_loop else gl.load(p_tiles)
-        return Visits(0, plain, 0, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0)
-    else:
-        return span(bounds, T, HAS_MASKED, FEATURES)
+    return MaskReader(
+        block.query_end, block.key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, ranges, mask, blocks
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -197,16 +184,15 @@ def range_of(visits, MASKED: gl.constexpr):
 @gluon.jit
 def tile_at(t, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """The t-th of the tiles that everybody sees whole, or of the MASKED."""
-    _, plain, _, _, start, first, end = visits
     if FEATURES.tiles.present:
-        return gl.load(start + (plain + t if MASKED else t))
+        return gl.load(visits.list_at + (visits.plain_end + t if MASKED else t))
     elif MASKED:
-        j = start + t
-        if j >= first:
-            j += end - first
+        j = visits.list_at + t
+        if j >= visits.whole_first:
+            j += visits.whole_end - visits.whole_first
         return j
     else:
-        return first + t
+        return visits.whole_first + t
 
 
 @gluon.jit
@@ -214,7 +200,7 @@ def listed(t, visits, MASKED: gl.constexpr):
     """`tile_at`, or nothing behind the last."""
     at = visits.plain_end + t if MASKED else t
     _, end = range_of(visits, MASKED)
-    return gl.load(visits.start + at, mask=t < end, other=0)
+    return gl.load(visits.list_at + at, mask=t < end, other=0)
 
 
 @gluon.jit
@@ -236,25 +222,22 @@ def next_tile(t, upcoming, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr)
 
 
 @gluon.jit
-def column_numbers(T: gl.constexpr, LAYOUT: gl.constexpr):
+def column_numbers(T: gl.constexpr):
     """[1, T], numbers of the columns of a product as sums: of constants, which take no register, and of what depends on the
     thread alone."""
-    o_t = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    o_t = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, product_layout(T))), 0)
     return o_t & ~6, o_t & 6
 
 
 @gluon.jit
-def in_range(
-    ranges, I: gl.constexpr, o_m, o_r, column, sight,
-    T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def in_range(I: gl.constexpr, o_m, o_r, column, sight, options):
     """[GROUP_ROWS, T]: is the key in the I-th range of the query, of which o_m are the numbers?"""
-    p_range = ranges + (o_m * FEATURES.intervals + I) * 2
+    p_range = sight.ranges + (o_m * options.FEATURES.intervals + I) * 2
     # as numbers of keys, which no difference takes past an integer
     b_start = gl.maximum(gl.load(p_range, mask=o_m < sight.LQ, other=0), 0)
     b_end = gl.minimum(gl.maximum(gl.load(p_range + 1, mask=o_m < sight.LQ, other=0), 0), sight.LK)
-    if ROW:
-        o_c, o_x = column_numbers(T, LAYOUT)
+    if options.ROW:
+        o_c, o_x = column_numbers(options.T)
         low, high = gl.expand_dims(b_start - column, 1) - o_x, gl.expand_dims(b_end - column, 1) - o_x
         return (o_c >= low) & (o_c < high)
     else:
@@ -263,14 +246,16 @@ def in_range(
 
 
 @gluon.jit
-def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
+def visible(row, column, sight, options):
     """[GROUP_ROWS, T]: which of the keys from `column` on are seen by the queries from `row` on; if not ROW, which of the
     queries from `column` on see the keys from `row` on.  An interval of each row, of which an element costs a comparison or
     two; segments and masks are loaded."""
-    query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, ranges, mask, _ = sight
-    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    o_t = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
-    o_c, o_x = column_numbers(T, LAYOUT)
+    ROW: gl.constexpr = options.ROW
+    FEATURES: gl.constexpr = options.FEATURES
+    query_end, key_end, left, right, LQ, LK, Q_SEGMENTS, K_SEGMENTS, _, mask, _ = sight
+    o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, product_layout(options.T)))
+    o_t = gl.arange(0, options.T, layout=gl.SliceLayout(0, product_layout(options.T)))
+    o_c, o_x = column_numbers(options.T)
     if ROW:
         last = gl.where(o_r < query_end, key_end - 1, -1)
         if FEATURES.right:
@@ -295,9 +280,9 @@ def visible(row, column, sight, T: gl.constexpr, ROW: gl.constexpr, FEATURES: gl
     if FEATURES.ranges.present:
         INTERVALS: gl.constexpr = FEATURES.intervals
         o_m = o_r if ROW else column + o_t
-        shown = in_range(ranges, 0, o_m, o_r, column, sight, T, ROW, FEATURES, LAYOUT)
+        shown = in_range(0, o_m, o_r, column, sight, options)
         for I in gl.static_range(1, INTERVALS):
-            shown = shown | in_range(ranges, I, o_m, o_r, column, sight, T, ROW, FEATURES, LAYOUT)
+            shown = shown | in_range(I, o_m, o_r, column, sight, options)
         seen = seen & shown
     if FEATURES.mask.present and not FEATURES.mask.matrix:
         if FEATURES.mask.rows if ROW else FEATURES.mask.columns:
@@ -320,15 +305,15 @@ def words_layout(columns):
 
 
 @gluon.jit
-def bits(
-    row, column, sight, T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def bits(row, column, sight, MASKED: gl.constexpr, options):
     """[GROUP_ROWS, T]: for each element of a packed mask (`pack`) the word that has its bit, one for each row that a thread
     holds; to be asked for as soon as a tile is known."""
+    T: gl.constexpr = options.T
+    FEATURES: gl.constexpr = options.FEATURES
     if MASKED and FEATURES.mask.matrix:
-        n_rows, n_columns = (sight.LQ, sight.LK) if ROW else (sight.LK, sight.LQ)
-        OWN: gl.constexpr = FEATURES.mask_rows if ROW else FEATURES.mask_columns
-        OTHER: gl.constexpr = FEATURES.mask_columns if ROW else FEATURES.mask_rows
+        n_rows, n_columns = (sight.LQ, sight.LK) if options.ROW else (sight.LK, sight.LQ)
+        OWN: gl.constexpr = FEATURES.mask_rows if options.ROW else FEATURES.mask_columns
+        OTHER: gl.constexpr = FEATURES.mask_columns if options.ROW else FEATURES.mask_rows
         w_l: gl.constexpr = words_layout(T)
         no_e: gl.constexpr = gl.SliceLayout(3, w_l)
         o_r = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, no_e)))
@@ -337,7 +322,7 @@ def bits(
         o_w = gl.expand_dims(gl.expand_dims(gl.expand_dims(o_w, 0), 1), 3)
         if FEATURES.mask_pages:  # of one page, as blocks are multiples of a tile and of the rows of all warpgroups
             _, n_k = n_blocks(sight.LQ, sight.LK, FEATURES)
-            if ROW:
+            if options.ROW:
                 i_page = row // OWN * n_k + column // OTHER
             else:
                 i_page = column // OTHER * n_k + row // OWN
@@ -349,41 +334,36 @@ def bits(
         if T < 128:
             b_word = b_word >> column % 128 // 4
         b_word = b_word + gl.zeros([GROUP_ROWS, T // 8, 4, 2], gl.int32, w_l)
-        return gl.convert_layout(b_word.reshape([GROUP_ROWS, T]), LAYOUT, assert_trivial=True)
+        return gl.convert_layout(b_word.reshape([GROUP_ROWS, T]), product_layout(T), assert_trivial=True)
     else:
         return 0
 
 
 @gluon.jit
-def loaded_visibility(
-    row, column, sight, T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def loaded_visibility(row, column, sight, MASKED: gl.constexpr, options):
     """What is `visible`, as far as that takes loads: to be asked for before a product is waited for."""
-    if MASKED and read_by_element(FEATURES):
-        return visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
+    if MASKED and read_by_element(options.FEATURES):
+        return visible(row, column, sight, options)
     else:
         return 0
 
 
 @gluon.jit
-def hide(
-    b_s, seen, b_bits, row, column, sight,
-    T: gl.constexpr, ROW: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def masked_scores(b_s, seen, b_bits, row, column, sight, MASKED: gl.constexpr, options):
     """Scores, −∞ where a key is hidden."""
     if MASKED:
-        if not read_by_element(FEATURES):
-            seen = visible(row, column, sight, T, ROW, FEATURES, LAYOUT)
-        if FEATURES.mask.matrix:
-            o_c, _ = column_numbers(T, LAYOUT)
+        if not read_by_element(options.FEATURES):
+            seen = visible(row, column, sight, options)
+        if options.FEATURES.mask.matrix:
+            o_c, _ = column_numbers(options.T)
             shown = (b_bits & (1 << (o_c // 8 * 2 + o_c % 2))) != 0
-            seen = shown if only_a_mask(FEATURES) else seen & shown
+            seen = shown if only_a_mask(options.FEATURES) else seen & shown
         b_s = gl.where(seen, b_s, -float("inf"))
     return b_s
 
 
 @gluon.jit
-def zero_columns_from(b_x, end, T: gl.constexpr, LAYOUT: gl.constexpr):
+def zero_columns_from(b_x, end, options):
     """[GROUP_ROWS, T], zeros in the columns from `end` on, which may hold anything."""
-    o_c, o_x = column_numbers(T, LAYOUT)
+    o_c, o_x = column_numbers(options.T)
     return gl.where(o_c < end - o_x, b_x, 0.0)

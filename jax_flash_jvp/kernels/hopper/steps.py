@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from jax_flash_jvp.kernels.hopper.products import LOG2E, lane_sums, own_columns, product_layout, unfolded
 from jax_flash_jvp.kernels.hopper.ring import advance, clean, give_back, matrix, rows_from, slot_before, wait
-from jax_flash_jvp.kernels.hopper.visibility import bits, hide
+from jax_flash_jvp.kernels.hopper.visibility import bits, masked_scores
 
 # where it is: the first of the resident rows, its number, that in this loop and that of the loop's first, how many tiles the
 # warpgroup has seen; what is seen of it, and the bits of a mask; where a and c are, and a; the slots of b and of e and what these
@@ -32,7 +32,7 @@ def tile_at_hand(place, sight, b_at, s_at, resident, memory, MASKED: gl.constexp
     """A `Tile`, with b or e itself where it has no tangent."""
     T: gl.constexpr = options.T
     a_row, j, t, t_first, tick = place
-    b_bits = bits(a_row, j * T, sight, T, options.ROW, MASKED, options.FEATURES, product_layout(T))
+    b_bits = bits(a_row, j * T, sight, MASKED, options)
     resident = unfolded(resident, tick)
     a = matrix(memory.a, resident)
     e_at = advance(b_at, options.SLOTS)
@@ -95,10 +95,7 @@ def statistic(of_resident, KIND: gl.constexpr, tile, memory, options):
 @gluon.jit
 def probabilities(b_s, lse2, seen, tile, scale, MASKED: gl.constexpr, options):
     """p = exp(s − ℓ), zero where nothing is seen."""
-    T: gl.constexpr = options.T
-    ROW: gl.constexpr = options.ROW
-    FEATURES: gl.constexpr = options.FEATURES
-    b_s = hide(b_s, seen, tile.bits, tile.a_row, tile.j * T, tile.sight, T, ROW, MASKED, FEATURES, product_layout(T))
+    b_s = masked_scores(b_s, seen, tile.bits, tile.a_row, tile.j * options.T, tile.sight, MASKED, options)
     return gl.exp2(b_s * (scale * LOG2E) - lse2)
 
 
