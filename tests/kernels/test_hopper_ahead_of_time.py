@@ -493,8 +493,13 @@ def test_which_kernels_are_taken(length, head_dim, how, families, caplog):
 def test_lengths_that_differ(batch, queries, keys, head_dim, taken):
     array = lambda length: jax.ShapeDtypeStruct((batch, length, 8, head_dim), jnp.bfloat16)
     x = Operands(array(queries), array(keys), array(keys))
-    jobs = [job for job in config.FROM[64] if config.choice(job, Recorder(90), x).hopper]
-    assert " ".join(jobs) == taken
+    takes = lambda problem, x: [j for j in config.FROM[64] if config.choice(j, Recorder(90), problem, x).hopper]
+    assert " ".join(takes(Problem(0.1), x)) == taken
+    shortest = x._replace(query=array(min(queries, keys)), key=array(min(queries, keys)))
+    if queries < keys:  # blocks that are not alike are not shared
+        lengths = x._replace(key_lengths=jax.ShapeDtypeStruct((batch,), "int32"))
+        expected = takes(Problem(0.1), shortest)
+        assert takes(Problem(0.1, is_causal=True), x) == takes(Problem(0.1), lengths) == expected
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choice(job: str, launcher: Launcher, x: Operands) -> Choice:
+def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choice:
     """Are these kernels faster than the portable ones?"""
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = width_of(head_dim)
@@ -287,9 +287,8 @@ def choice(job: str, launcher: Launcher, x: Operands) -> Choice:
         return Choice(False, "with segments and so few channels")
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
     length, what = min(queries, keys), "of the fewer"
-    if (
-        not many and GROUP <= queries < keys
-    ):  # beside idle multiprocessors, blocks that queries do not fill cost nothing
+    sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
+    if sees_all and not many and GROUP <= queries < keys:  # programs share blocks, and what idle ones do costs nothing
         length, what = math.isqrt(queries * keys), "of their geometric mean"
     shortest = (FROM_IF_MANY if many else FROM)[width][job]
     return Choice(length >= shortest, f"those for Hopper from {shortest} {what} on")
