@@ -40,9 +40,10 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
     if reason is not None:
         logger.debug("the portable kernels run: those for Hopper do not serve %s", reason)
         return portable
-    family, name = (hopper, "Hopper") if config.faster(job, launcher, problem, x) else (portable, "portable")
-    queries, keys = x.query.shape[1], x.key.shape[1]
-    logger.debug("the %s kernels run: they are faster for %s of %d queries and %d keys", name, job, queries, keys)
+    chosen, queries, keys = config.choice(job, launcher, problem, x), x.query.shape[1], x.key.shape[1]
+    family, name = (hopper, "Hopper") if chosen.hopper else (portable, "portable")
+    found = "the %s kernels run: they are faster for %s of %d queries and %d keys, %s"
+    logger.debug(found, name, job, queries, keys, chosen.reason)
     return family
 
 

@@ -157,6 +157,36 @@ def test_float32_is_ieee_when_asked(shape):
             )
 
 
+IEEE = {  # shape, and by how much queries are larger
+    "B2-L256-D64": ((2, 256, 256, 4, 4, 64, False), 1),
+    "B1-L1000-D64-causal": ((1, 1000, 1000, 2, 1, 64, True), 1),
+    "large-logits": ((2, 256, 256, 4, 4, 64, False), 10),
+    "B8-L16-D64": ((8, 16, 16, 4, 4, 64, False), 1),
+    "B8-L32-D64": ((8, 32, 32, 4, 4, 64, True), 1),
+    "B8-L50-S16-D64": ((8, 50, 16, 4, 4, 64, False), 1),
+    "B2-T3-S4000-D64": ((2, 3, 4000, 4, 2, 64, False), 1),
+    "B8-L32-D16": ((8, 32, 32, 4, 4, 16, False), 1),
+    "B2-L200-D32": ((2, 200, 200, 2, 2, 32, True), 1),
+    "B2-L200-D48": ((2, 200, 200, 2, 2, 48, False), 1),
+}
+
+
+@pytest.mark.parametrize("case", IEEE)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_float32_is_ieee_on_average(case, bias):
+    """Of every derivative, with that of a bias: naive attention's own errors are largest where a few of many are."""
+    shape, of_queries = IEEE[case]
+    _, t, s, n, _, _, causal = shape
+    ((query, *x), tx, g), more = operands(shape), [oracle.normal(40 + i, 1, n, t, s) for i in range(2)]
+    arrays = ((query * of_queries, *x, *more[:bias]), (*tx, *more[1 : 1 + bias]), g)
+    largest = 0 if of_queries == 1 else 5 * of_queries
+    with jax.default_matmul_precision("highest"):
+        for job in jobs(causal).values():
+            job = jax.jit(job, static_argnums=0)
+            oracle.assert_as_exact_as_naive(job, triton, arrays, "float32", largest)
+            oracle.assert_as_exact_on_average(job, triton, arrays, "float32", times=2.5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("wrt", ["q", "k", "v", "qk", "qv", "kv"])
 def test_tangents_may_be_absent(wrt, family):

@@ -225,7 +225,7 @@ FRAGMENT = {"forward": 256, "backward": 160}
 # ------------------------------------------------------------------------------------------------ what is served
 
 # The shortest sequences, by width and job, for which these kernels are faster than the portable ones.  H200 and H100,
-# 2026-11-26.
+# 2026-11-26; where queries and keys differ in number, B8 T64 S4096 H8 D64, H200, 2026-11-28.
 FROM: dict[int, dict[str, int]] = {
     32: dict(forward=1024, forward_dual=512, backward=1024, backward_dual=512),
     64: dict(forward=512, forward_dual=128, backward=1024, backward_dual=512),
@@ -274,11 +274,21 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
     return None
 
 
-def faster(job: str, launcher: Launcher, problem: Problem, x: Operands) -> bool:
-    """Than the portable kernels?"""
+class Choice(NamedTuple):
+    hopper: bool
+    reason: str
+
+
+def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choice:
+    """Are these kernels faster than the portable ones?"""
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = width_of(head_dim)
-    many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
     if job == "forward" and x.query_segments is not None and width <= 64:
-        return False
-    return min(queries, keys) >= (FROM_IF_MANY if many else FROM)[width][job]
+        return Choice(False, "with segments and so few channels")
+    many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
+    length, what = min(queries, keys), "of the fewer"
+    sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
+    if sees_all and not many and GROUP <= queries < keys:  # programs share blocks, and what idle ones do costs nothing
+        length, what = math.isqrt(queries * keys), "of their geometric mean"
+    shortest = (FROM_IF_MANY if many else FROM)[width][job]
+    return Choice(length >= shortest, f"those for Hopper from {shortest} {what} on")

@@ -19,7 +19,18 @@ from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
 from jax_flash_jvp.kernels.portable import means as mean_kernels
 from jax_flash_jvp.kernels.portable import shares, visibility
-from jax_flash_jvp.kernels.portable.tiles import FEW, Tile, accumulators, fitted, for_few, lighter, product, short, tile
+from jax_flash_jvp.kernels.portable.tiles import (
+    FEW,
+    Tile,
+    accumulators,
+    fitted,
+    for_few,
+    least_rows,
+    lighter,
+    product,
+    short,
+    tile,
+)
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 
 ALIGNED = 16  # elements; what Triton makes use of
@@ -135,7 +146,7 @@ class PortableCall:
         self.word = word  # its bits
         self.packed: dict[bool, Any] = {}  # the mask, by query or by key
         self.listed: dict[tuple[int, int, bool], Any] = {}  # tiles, by their shape and by query or by key
-        self.precision = product(self.dtype, problem.precision, self.widest)
+        self.precision = product(self.dtype, problem.precision, self.widest, launcher.target)
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
             self.value_constants, D=self.head_dim, FEATURES=self.features,
@@ -180,7 +191,7 @@ class PortableCall:
         few = self.query_length <= most and self.key_length > 64 and target != "interpret"
         if few and self.precision != "ieee" and not job.startswith("score"):  # whose products are unrolled
             return for_few(found, job, self.query_length, self.key_length, self.widest, self.dtype)
-        return fitted(found, job, self.query_length, self.key_length)
+        return fitted(found, job, self.query_length, self.key_length, least_rows(self.precision, self.widest))
 
     def run(
         self,

@@ -95,6 +95,18 @@ _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled o
     value_side_dual=((16, 16, 8, 2),),
     query_side_dual=((16, 16, 8, 2, 800, 255),),
 )
+# Three products of TF32.  H200, 2026-11-28, Triton 3.6: B32 L256 H16 and B4 L1024 H12, at 64 channels, and the forward at 72
+_IEEE_SM90 = dict(
+    forward=((128, 64, 8, 2), (64, 64, 4, 2, 600), *_IEEE["forward"][1:]),
+    forward_dual=((64, 32, 4, 1, 400), *_IEEE["forward_dual"][1:]),
+    key_side=((32, 128, 8, 1), *_IEEE["key_side"][1:]),
+    query_side=((64, 64, 4, 1, 300), *_IEEE["query_side"][1:]),
+    key_side_dual=((32, 64, 4, 1, 4300),),
+    value_side_dual=((32, 64, 4, 1, 800),),
+    query_side_dual=((64, 32, 4, 1, 2000),),
+    score_side=((16, 32, 4, 1),),  # not measured, as its dual
+    score_side_dual=((16, 32, 4, 1, 500),),
+)
 _SCORE_SIDE: dict[str, dict] = {  # of the gradient of a bias; within 99 KiB but on sm_90
     "half": dict(
         score_side=((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
@@ -112,7 +124,7 @@ _SCORE_SIDE: dict[str, dict] = {  # of the gradient of a bias; within 99 KiB but
 _TABLES: dict[str, dict[int, dict]] = {
     "half": {80: _HALF_SM80, 86: _HALF_SM86, 90: _HALF_SM90, 100: _HALF_SM100},
     "tf32": {80: _TF32, 86: {job: row[:2] for job, row in _TF32.items()}, 90: _TF32_SM90, 100: _TF32},
-    "ieee": dict.fromkeys((80, 86, 90, 100), _IEEE),
+    "ieee": {80: _IEEE, 86: _IEEE, 90: _IEEE_SM90, 100: _IEEE},
 }
 _LIKE = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100}  # other GPUs have little shared memory, like sm_86
 
@@ -122,12 +134,14 @@ def padded(head_dim: int) -> int:
     return sum(widths(head_dim))
 
 
-def product(dtype: str, precision: str, head_dim: int) -> str:
-    """How `tl.dot` multiplies float32: "ieee" of wide heads as three products of TF32 parts, for the unrolled products of
-    the other cores would not fit the registers.  Of other dtypes it says nothing, and is the same always."""
+def product(dtype: str, precision: str, head_dim: int, target: int | str) -> str:
+    """How `tl.dot` multiplies float32: "ieee" as three products of TF32 parts on sm_90 and of wide heads, for the unrolled
+    products of the other cores are slow, and of wide heads do not fit the registers.  Of other dtypes it says nothing, and
+    is the same always."""
     if dtype != "float32":
         return "tf32"
-    return "tf32x3" if precision == "ieee" and padded(head_dim) > HEAD_DIMS[0] else precision
+    in_parts = target == 90 or padded(head_dim) > HEAD_DIMS[0]
+    return "tf32x3" if precision == "ieee" and in_parts else precision
 
 
 def accumulators(head_dim: int) -> int:
@@ -143,7 +157,7 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
     if int(target) < 80:
         return None
     kind = kind_of(dtype, precision)
-    if job == "forward_dual" and kind == "ieee" and padded(head_dim) == 32:
+    if job == "forward_dual" and padded(head_dim) == 32 and product(dtype, precision, head_dim, target) == "ieee":
         return Tile(32, 32, 8, 2)  # on that for 64 channels the compiler of Triton 3.9 stops, on sm_90
     row = row_of(job, kind, int(target))
     column = column_of(row, head_dim)
@@ -156,7 +170,7 @@ def kind_of(dtype: str, precision: str) -> str:
 
 
 def row_of(job: str, kind: str, target: int) -> tuple[tuple, ...]:
-    return (_TABLES[kind][_LIKE.get(target, 86)] | _SCORE_SIDE[kind])[job]
+    return (_SCORE_SIDE[kind] | _TABLES[kind][_LIKE.get(target, 86)])[job]
 
 
 def column_of(row: tuple[tuple, ...], head_dim: int) -> int:
@@ -191,14 +205,26 @@ def rows_for(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def fitted(tile: Tile, job: str, queries: int, keys: int) -> Tile:
-    """For sequences that are shorter than its blocks.  A warp keeps as many rows of the result, or as much of a bias."""
-    block_m, block_n = min(tile.block_m, rows_for(queries)), min(tile.block_n, rows_for(keys))
+def fitted(tile: Tile, job: str, queries: int, keys: int, least: int = 16) -> Tile:
+    """For sequences that are shorter than its blocks, which have at least so many rows of the result.  A warp keeps as many
+    of these, or as much of a bias."""
     by_key, by_score = job.startswith(("key", "value")), job.startswith("score")
+    rows_m, rows_n = rows_for(queries), rows_for(keys)
+    if by_key:
+        rows_n = max(least, rows_n)
+    elif not by_score:
+        rows_m = max(least, rows_m)
+    block_m, block_n = min(tile.block_m, rows_m), min(tile.block_n, rows_n)
     fewer = 1 if by_key else tile.block_m // block_m
     if by_key or by_score:
         fewer *= tile.block_n // block_n
     return tile._replace(block_m=block_m, block_n=block_n, num_warps=max(1, tile.num_warps // fewer))
+
+
+def least_rows(precision: str, head_dim: int) -> int:
+    """Of the result, for `fitted`.  Three products of more than 32 channels spill but with the instructions for 64 rows, which
+    read one operand from shared memory.  (Compiled ahead of time, not measured.)"""
+    return 64 if precision == "tf32x3" and 32 < padded(head_dim) <= HEAD_DIMS[0] else 16
 
 
 FEW = 32  # queries, beside which all that a call costs is to read the keys and values

@@ -1,0 +1,131 @@
+"""Float32 as three products of TF32, emulated: the interpreter's own products are exact to fp32."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from triton.runtime import interpreter
+
+import oracle
+from jax_flash_jvp import dot_product_attention, interpret
+from jax_flash_jvp.kernels.portable import jobs
+from jax_flash_jvp.kernels.portable.tiles import JOBS, find, fitted, least_rows, product
+
+DROPPED = 13  # bits of float32 that TF32 has not
+
+
+def nearest(a):
+    """As `cvt.rna.tf32.f32`: to nearest, and away from zero in the middle."""
+    return cut((a.view(np.uint32) + (1 << DROPPED - 1)).view(np.float32))
+
+
+def cut(a):
+    """As tensor cores read an operand."""
+    return (a.view(np.uint32) & np.uint32(-1 << DROPPED & 0xFFFFFFFF)).view(np.float32)
+
+
+def towards_zero(a):
+    """From float64 to float32, as tensor cores round a sum."""
+    b = a.astype(np.float32)
+    return np.where(np.abs(b) > np.abs(a), np.nextafter(b, np.float32(0)), b)
+
+
+def multiplied(a, b, c):
+    """c + a b by tensor cores, eight products at a time."""
+    a, b = cut(a), cut(b)
+    for at in range(0, a.shape[1], 8):
+        c = towards_zero(c + a[:, at : at + 8].astype(np.float64) @ b[at : at + 8].astype(np.float64))
+    return c
+
+
+def three_products(a, b, c):
+    """As Triton takes "tf32x3" apart: the sum is added to c in float32."""
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    a_high, b_high = nearest(a), nearest(b)
+    y = multiplied(a - a_high, b_high, np.zeros_like(c))
+    y = multiplied(a_high, b - b_high, y)
+    return multiplied(a_high, b_high, np.where(np.isnan(y), np.float32(0), y)) + c
+
+
+@pytest.fixture
+def precisions(monkeypatch):
+    """Those of all products, which are computed as tensor cores would."""
+    asked = []
+
+    def dot(self, a, b, c, precision, *_):
+        asked.append(precision.name)
+        return interpreter.TensorHandle(three_products(a.data, b.data, c.data), c.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(jobs, "product", lambda *_: product("float32", "ieee", 64, 90))
+    interpret._replacements.cache_clear()
+    yield asked
+    interpret._replacements.cache_clear()
+
+
+def compute(attention, x, tangents, cotangents):
+    return {
+        "forward": attention(*x),
+        "tangent": jax.jvp(attention, x, tangents)[1],
+        "backward": jax.vjp(attention, *x)[1](cotangents[0]),
+        "dual backward": jax.vjp(lambda x, t: jax.jvp(attention, x, t), x, tangents)[1](cotangents),
+    }
+
+
+CASES = {  # length, channels, by how much queries are larger, by how much values and cotangents
+    "plain": (64, 64, 1.0, 1.0),
+    "ragged": (41, 28, 1.0, 1.0),
+    "large logits": (64, 64, 10.0, 1.0),
+    "huge": (32, 64, 1.0, 1e15),
+    "small": (32, 64, 1.0, 1e-15),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_errors(case, precisions):
+    length, head_dim, of_queries, of_values = CASES[case]
+    rows = [oracle.normal(i, 1, length, 2, head_dim) for i in range(8)]
+    rows[0] *= of_queries
+    for i in (2, 5, 6, 7):
+        rows[i] *= of_values
+    arrays = tuple(rows[:3]), tuple(rows[3:6]), tuple(rows[6:])
+    attention = functools.partial(dot_product_attention, implementation="interpret")
+    largest = of_queries * np.abs(np.einsum("btnh,bsnh->bnts", *rows[:2])).max() / head_dim**0.5
+    oracle.assert_as_exact_as_naive(compute, attention, arrays, "float32", largest if of_queries > 1 else 0)
+    oracle.assert_as_exact_on_average(compute, attention, arrays, "float32", times=2.5)
+    assert set(precisions) == {"TF32x3"}
+
+
+def test_parts():
+    """Nothing is lost in them but what is beyond 22 bits, and what is infinite stays so."""
+    a = np.array([1 + 2**-11, -1 - 2**-11, np.pi, 2.0**-120, 0, np.inf, 3e38], np.float32)
+    assert nearest(a[:2]).tolist() == [1 + 2**-10, -1 - 2**-10]
+    with np.errstate(invalid="ignore"):
+        rest = a - nearest(a)
+    assert np.abs(rest - cut(rest))[:5].max() <= 2.0**-21
+    one = np.ones((1, 1), np.float32)
+    with np.errstate(invalid="ignore"):
+        assert three_products(a[5:6, None], one, 0 * one).item() == np.inf
+
+
+@pytest.mark.parametrize(
+    ("precision", "head_dim", "target", "expected"),
+    [
+        ("ieee", 64, 90, "tf32x3"), ("ieee", 16, 90, "tf32x3"), ("tf32", 64, 90, "tf32"), ("ieee", 64, 80, "ieee"),
+        ("ieee", 72, 80, "tf32x3"), ("ieee", 64, "interpret", "ieee"),
+    ],
+)  # fmt: skip
+def test_where(precision, head_dim, target, expected):
+    assert product("float32", precision, head_dim, target) == expected
+    assert product("bfloat16", precision, head_dim, target) == "tf32"
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(16, 16), (32, 200), (200, 32), (5, 4000)])
+@pytest.mark.parametrize("job", JOBS)
+def test_rows_of_short_sequences(job, queries, keys):
+    """Four warps have 64 rows of the result or fewer, for with eight of them Triton 3.6 computes what is wrong."""
+    tile = fitted(find(job, 64, "float32", "ieee", 90), job, queries, keys, least_rows("tf32x3", 64))
+    resident = tile.block_n if job.startswith(("key", "value")) else tile.block_m
+    assert resident > 64 or tile.num_warps <= 4 or job.startswith("score")
+    assert resident >= 64 or job.startswith("score")
