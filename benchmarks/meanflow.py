@@ -2,7 +2,7 @@
 target, the loss, the backward and AdamW, on random latents, in bfloat16 with float32 parameters.
 
     python benchmarks/meanflow.py                                     # 32 images of 256 tokens, 8 of 1,024
-    python benchmarks/meanflow.py --framework torch                   # eager, then compiled
+    python benchmarks/meanflow.py --framework torch                   # eager, compiled, with CUDA graphs
     python benchmarks/meanflow.py --lengths 256 --batches 64
     python benchmarks/meanflow.py --lengths 16 --batches 2 --width 32 --depth 2 --heads 2 --matmul-size 64 --quick  # on a CPU
 
@@ -13,7 +13,8 @@ err twice as much as naive attention in the dtype at hand, and by one rounding. 
 figures.  Memory is the highest that the allocator holds during a step; in JAX, what the compiled step asks of it.  Attention's
 share is the time of what one block's attention computes in a step, measured by itself, times the blocks, over the step's; in
 PyTorch, with as few tokens as here, it is the host's time, and says nothing of a compiled step.
-Compiled, the loss is one graph with its JVP, and its backward another; the optimizer is PyTorch's fused one, and not compiled.
+Compiled, the loss is one graph with its JVP, and its backward another, which "graphs" replays as CUDA graphs; the optimizer is
+PyTorch's fused one, and not compiled.  In PyTorch all steps with a JVP run under `torch_bridge.patch()`.
 """
 
 import argparse

@@ -42,6 +42,7 @@ class Step(NamedTuple):
     attention: str  # by the name that the examples know
     jvp: bool = True  # or plain flow matching
     compiled: bool = False  # by torch.compile
+    graphs: bool = False  # which are CUDA's, of a compiled step
 
 
 class Prepared(NamedTuple):

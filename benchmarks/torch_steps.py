@@ -1,6 +1,8 @@
 """Training steps of the examples' diffusion transformer in PyTorch: MeanFlow, and plain flow matching."""
 
+import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.func import jvp
 from torch.nn.attention import SDPBackend
 
+import torch_bridge
 import torch_calls as calls
 from steps import Prepared, Size, Step
 
@@ -27,7 +30,11 @@ EAGER = {
     "naive": Step("naive"),
     f"flow matching, {PLAIN}": Step(PLAIN, jvp=False),
 }
-CONTENDERS = EAGER | {f"{who}, compiled": step._replace(compiled=True) for who, step in EAGER.items()}
+COMPILED = {f"{who}, compiled": step._replace(compiled=True) for who, step in EAGER.items()}
+GRAPHS = {  # without naive attention, whose graphs would keep its scores in memory
+    f"{who}, graphs": step._replace(compiled=True, graphs=True) for who, step in EAGER.items() if who != "naive"
+}
+CONTENDERS = EAGER | COMPILED | (GRAPHS if calls.DEVICE == "cuda" else {})
 
 
 class FlowMatching(MeanFlow):
@@ -53,6 +60,20 @@ def drawn(method: MeanFlow, width: int) -> MeanFlow:
     return method
 
 
+def compiled(function: Callable, step: Step) -> Callable:
+    """As the step asks.  With a JVP in it `patch()` is open: tangents of linear layers and of norms are written out."""
+    if step.compiled:
+        mode = "reduce-overhead" if step.graphs else None
+        function = torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
+
+    def run(*args):
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch_bridge.patch() if step.jvp else contextlib.nullcontext():
+            return function(*args)
+
+    return run
+
+
 def tensors(size: Size) -> list[Tensor]:
     return [torch.as_tensor(a, device=calls.DEVICE) for a in size.draw()]
 
@@ -66,7 +87,7 @@ def part(size: Size, step: Step, exact: bool = False) -> list[np.ndarray]:
     if exact:
         method, arrays = method.double(), [a.double() if a.is_floating_point() else a for a in arrays]
     torch.compiler.reset()
-    loss, metrics = (torch.compile(method, dynamic=False, fullgraph=True) if step.compiled else method)(*arrays)
+    loss, metrics = compiled(method, step)(*arrays)
     loss.backward()
     weight = method.network.blocks[0].query_key_value.weight
     return [a.ravel() for a in calls.to_numpy([*metrics.values(), weight.grad])]
@@ -87,7 +108,7 @@ class Steps:
             method = method_of(self.size, step)
         for module, owner in zip(method.modules(), self.method.modules(), strict=True):
             module._parameters, module._buffers = owner._parameters, owner._buffers
-        run = torch.compile(method, dynamic=False, fullgraph=True) if step.compiled else method
+        run = compiled(method, step)
 
         def call():
             self.optimizer.zero_grad()
@@ -104,7 +125,7 @@ class Steps:
             self.optimizer.zero_grad()
         calls.release()
         calls.allocated()
-        call()
+        call()  # and records graphs, which take no memory anew when they are replayed
         return Prepared(call, attention, calls.peak() / 2**30)
 
     def _attention(self, step: Step):
@@ -121,11 +142,7 @@ class Steps:
             o, t_o = jvp(attend, x, t_x)
             return o, t_o.detach()
 
-        x, t_x, run = (
-            project(),
-            project(),
-            torch.compile(forward, dynamic=False, fullgraph=True) if step.compiled else forward,
-        )
+        x, t_x, run = project(), project(), compiled(forward, step)
         d_o = torch.randn(batch, length, heads, width // heads, **of).transpose(1, 2)
 
         def call():

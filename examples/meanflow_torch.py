@@ -8,7 +8,8 @@
 A network u(z, r, t) learns the *average* velocity of a flow between the times r < t, so that one evaluation crosses
 the whole way from noise to data. Its training target needs the derivative of u along the flow, du/dt = v ∂u/∂z + ∂u/∂t:
 one Jacobian-vector product through the network, attention included, in every training step. It is taken inside
-`forward`, so that DistributedDataParallel and torch.compile see one ordinary call. meanflow_jax.py is the same in JAX.
+`forward`, so that DistributedDataParallel and torch.compile see one ordinary call. On a GPU the step is compiled, and replayed
+as CUDA graphs. meanflow_jax.py is the same in JAX.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from consistency.training_torch import (
     rank_and_processes,
     train,
 )
+from torch_bridge import patch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Config(TorchConfig):
     equal_times: float = option(0.75, "share of samples with r = t, where u is the instantaneous velocity")
     loss_power: float = option(1.0, "p of the adaptive weight 1 / (squared error + c)^p")
     loss_constant: float = option(1e-3, "c of the adaptive weight")
+    compile: bool = option(torch.cuda.is_available(), "compile the training step, on a GPU with CUDA graphs")
 
 
 PRESETS = {
@@ -114,7 +117,7 @@ class MeanFlow(nn.Module):
 
 def main(config: Config) -> None:
     digits, _ = load_digits()
-    with process_device() as device:
+    with process_device() as device, patch():  # linear layers and norms with their tangents written out
         torch.manual_seed(config.seed)
         method, history, steps_per_second = train(
             config,

@@ -33,6 +33,7 @@ class Config(TorchConfig):
     frames: int = option(3, "of a film")
     steps: int = option(400, "training steps")
     batch: int = option(32, "films per training step")
+    unit = "films"
     equal_times: float = option(0.75, "share of films with r = t, where u is the instantaneous velocity")
 
 

@@ -42,6 +42,7 @@ class Config(MeanFlowConfig):
     devices: int = option(0, "that share each video; 0: all GPUs of this host, or one CPU device")
     patch: int = option(4, "pixels along each side of a token")
     batch: int = option(32, "videos per training step")
+    unit = "videos"
     samples: int = option(10, "videos to be drawn")
     steps: int = option(2000, "training steps")
 

@@ -43,8 +43,10 @@ class Config(MeanFlowConfig):
     strategy: str = option("auto", "auto, ulysses, ring or all_gather: how processes share a sequence")
     patch: int = option(4, "pixels along each side of a token")
     batch: int = option(32, "videos per training step")
+    unit = "videos"
     samples: int = option(10, "videos to be drawn")
     steps: int = option(2000, "training steps")
+    compile: bool = option(False, "compile the training step with torch.compile, on a GPU with CUDA graphs")
 
     @property
     def tokens(self) -> int:

@@ -27,8 +27,11 @@ HALF = torch.float16, torch.bfloat16
 
 
 def make_dual(tensor: Tensor, tangent: Tensor, *, level: int | None = None) -> Any:
-    """A compiler cannot trace views of a dual tensor whose primal is a view itself."""
-    return _make_dual(tensor.clone() if torch.compiler.is_compiling() else tensor, tangent, level=level)
+    """A compiler cannot trace views of a dual tensor whose primal is a view itself.  It knows PyTorch's own by its name, under
+    which this one may stand."""
+    if not torch.compiler.is_compiling():
+        return _make_dual(tensor, tangent, level=level)
+    return private.make_dual(tensor.clone(), tangent, level=0)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,7 +41,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if t_x is None or _dual(weight, bias):
         return _linear(input, weight, bias)
     # of two axes, whose result is no view
-    y = _make_dual(_linear(x.flatten(0, -2), weight, bias), _linear(t_x.flatten(0, -2), weight), level=0)
+    y = private.make_dual(_linear(x.flatten(0, -2), weight, bias), _linear(t_x.flatten(0, -2), weight), level=0)
     return y.unflatten(0, input.shape[:-1])
 
 
@@ -50,7 +53,7 @@ def _convolution(original: Callable) -> Callable:
         if t_x is None or _dual(weight, bias):
             return original(input, weight, bias, *args, **kwargs)
         y, t_y = original(x, weight, bias, *args, **kwargs), original(t_x, weight, None, *args, **kwargs)
-        return _make_dual(y, t_y, level=0)
+        return private.make_dual(y, t_y, level=0)
 
     return convolution
 
@@ -154,7 +157,7 @@ def _affine(y, t_y, weight, bias, dtype):
         bias, t_bias = _unpack_dual(bias)
         t_y = t_y if t_bias is None else t_y + t_bias
         y = y + bias
-    return _make_dual(y.to(dtype), t_y.to(dtype), level=0)
+    return private.make_dual(y.to(dtype), t_y.to(dtype), level=0)
 
 
 def _wide(a: Tensor) -> Tensor:

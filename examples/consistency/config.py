@@ -41,6 +41,8 @@ class TrainingConfig:
     width: int = option(64, "channels of the transformer")
     depth: int = option(3, "blocks of the transformer")
     heads: int = option(4, "attention heads")
+    unit = "images"  # of a batch; no option
+
     dtype: str = option("float32", "of activations and attention: float32 or bfloat16; parameters stay float32")
 
 

@@ -53,12 +53,16 @@ def training_loop(
                 history += _to_floats(first, fetch(pending))
                 speeds.append(len(pending) / (time.perf_counter() - clock))
                 progress.update(len(pending))
-                progress.set_postfix(loss=f"{np.mean([entry['loss'] for entry in history[-len(pending) :]]):.4f}")
+                said = f"loss {np.mean([entry['loss'] for entry in history[-len(pending) :]]):.4f}"
+                if len(speeds) > 1:  # the first interval is the first step, with the compilation
+                    said += (
+                        f", {1e3 / speeds[-1]:.1f} ms a step, {speeds[-1] * config.batch:.0f} {config.unit} a second"
+                    )
+                progress.set_postfix_str(said)
                 pending.clear()
                 if is_checkpoint:
                     save(step, history)
                 clock = time.perf_counter()
-    # The first interval is the first step, with the compilation.
     return statistics.median(speeds[1:] or speeds)
 
 

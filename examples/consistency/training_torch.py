@@ -22,7 +22,7 @@ from consistency.loop import History, begin_afresh, training_loop
 @dataclasses.dataclass(frozen=True)
 class TorchConfig(TrainingConfig):
     attention: str = option("auto", "auto (torch_bridge's) or naive; both, with a comma between, are compared")
-    compile: bool = option(False, "compile the training step with torch.compile")
+    compile: bool = option(False, "compile the training step with torch.compile, on a GPU with CUDA graphs")
 
 
 @contextlib.contextmanager
@@ -123,9 +123,14 @@ def train(
         if may_be_done and start >= config.steps:
             return average.module, history, math.nan
 
-    loss_module = DistributedDataParallel(method) if processes > 1 else method
+    loss_module = method
     if config.compile:
-        loss_module = torch.compile(loss_module)
+        torch._dynamo.config.optimize_ddp = (
+            False  # which cuts a graph between buckets of gradients, and with it the JVP
+        )
+        loss_module = torch.compile(method, mode="reduce-overhead" if device.type == "cuda" else None)
+    if processes > 1:
+        loss_module = DistributedDataParallel(loss_module)
 
     def take_step(step: int) -> dict[str, Tensor]:
         # The step alone decides the noise, so that a resumed run repeats the uninterrupted one, and every process
@@ -144,7 +149,9 @@ def train(
         optimizer.step()
         schedule.step()
         average.update_parameters(method)
-        return metrics  # of this process's share
+        return {
+            name: value.clone() for name, value in metrics.items()
+        }  # the next step writes where a graph's results are
 
     steps_per_second = training_loop(config, start, history, take_step, checkpoints.save, quiet=rank != 0)
     return average.module, history, steps_per_second

@@ -4,6 +4,7 @@ same losses and gradients."""
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -162,9 +163,10 @@ def test_processes_that_share_videos_train_as_one(tmp_path):
         assert (folder / "samples.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_compiled_step(tmp_path, monkeypatch):
+def test_compiled_step(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # C++ takes a minute
     run("meanflow_torch", tmp_path, monkeypatch, compile=True, checkpoint_every=4)
+    assert re.search(r"loss [\d.]+, [\d.]+ ms a step, \d+ images a second", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("method", ["meanflow", "scm"])

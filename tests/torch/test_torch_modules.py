@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from functorch.compile import make_boxed_func  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._dynamo import trace_rules  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.func import grad, hessian, jvp, vmap  # noqa: E402
@@ -263,3 +264,20 @@ def test_no_product_with_zeros():
         loss.backward()
     assert [code.count("mm.default") for code in graphs] == [4, 6]
     assert not any("zero" in code for code in graphs)
+
+
+NORMS = ["LayerNorm", "GroupNorm", "BatchNorm1d, eval", "InstanceNorm1d", "GLU", "SwiGLU", "TransformerEncoderLayer"]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_compiled_where_pytorch_looks_for_its_functions_meanwhile(name):
+    """As after torch.distributed.init_process_group: it finds those that stand in their place."""
+
+    def compiled(f):
+        trace_rules.clear_lru_cache()
+        return torch.compile(f, backend="aot_eager", fullgraph=True)
+
+    try:
+        check(name, LOSSES, compiled)
+    finally:
+        trace_rules.clear_lru_cache()
