@@ -1,4 +1,4 @@
-"""The results of an operator: by a plan, by the kernels, or by the reference."""
+"""The results of an operator: by a plan, by the kernels, by PyTorch's kernel for CPUs, or by the reference."""
 
 import collections
 import functools
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torch_bridge import private, reference, ring
+from torch_bridge import cpu, private, reference, ring
 from torch_bridge.options import case_of, ring_of
 from torch_bridge.signatures import OPERATORS, OPTIONS_AT, allocate, gives_gradients, split
 
@@ -63,9 +63,7 @@ def compute(name: str, *args: Any) -> tuple[Tensor | None, ...]:
         return ring.run(compute, name, args, word)
     launches[name] += 1
     kernels = on_nvidia(args[0])
-    if not kernels:
-        logger.debug("attention %s: this is not computed on an NVIDIA GPU; the reference computes it", name)
-    elif not TRITON:
+    if kernels and not TRITON:
         kernels = False
         logger.debug("attention %s: Triton is not installed; the reference computes it", name)
     if kernels:
@@ -80,6 +78,13 @@ def compute(name: str, *args: Any) -> tuple[Tensor | None, ...]:
         results = _launch().computed(name, args, groups, case)
         if results is not None:
             return results
+    if args[0].device.type == "cpu":
+        results = cpu.computed(name, case, **groups)
+        if results is not None:
+            logger.debug("attention %s: PyTorch's flash attention for CPUs computes it", name)
+            return results
+    if not on_nvidia(args[0]):
+        logger.debug("attention %s: this is not computed on an NVIDIA GPU; the reference computes it", name)
     with torch.autocast(args[0].device.type, enabled=False):
         values = reference.run(name, case, **groups)
     results = allocate(name, *args, partial=case.problem.partial)

@@ -45,6 +45,9 @@ skip = optional("torch._dynamo.decorators.skip")
 get_eval_frame_callback = optional("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 # finds PyTorch's function for torch.jit.script
 register_builtin = optional("torch.jit._builtins._register_builtin")
+# attention on a CPU, else by the reference
+flash_on_cpu = optional("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
+flash_on_cpu_backward = optional("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
 # where pickle finds PyTorch's function
 NN = optional("torch._C._nn")
 

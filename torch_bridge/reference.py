@@ -91,7 +91,7 @@ def _keys_axis(case, name, mask):
     return 2 if name in OF_KEYS else None
 
 
-def _outside(case, queries, keys):
+def outside(case, queries, keys):
     """Which queries [1|B, T] see no key, and which keys [1|B, S] no query sees, as far as lengths and ranges tell; None: none."""
     x = case.selection
     past = [
@@ -109,11 +109,11 @@ def _outside(case, queries, keys):
     return [b if a is None else a | b for a, b in zip(past, unseen, strict=True)]
 
 
-def _cut(a, outside):
+def cut(a, beyond):
     """What lies outside, and may be anything, as zeros."""
-    if a is None or outside is None:
+    if a is None or beyond is None:
         return a
-    return a.masked_fill(outside.view(outside.shape[0], 1, outside.shape[1], *[1] * (a.ndim - 3)), 0)
+    return a.masked_fill(beyond.view(beyond.shape[0], 1, beyond.shape[1], *[1] * (a.ndim - 3)), 0)
 
 
 def _sweep(f, case, inputs, names, likes, given=INPUTS):
@@ -124,11 +124,11 @@ def _sweep(f, case, inputs, names, likes, given=INPUTS):
     given = given[: len(inputs)]
     queries, keys = q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    outside = _outside(case, queries, keys)
+    of_queries, of_keys = outside(case, queries, keys)
     wide = []
     for name, a in zip(given, inputs, strict=True):
         a = a if a is None or not a.is_floating_point() else a.to(dtype)
-        wide.append(a if name in OF_SCORES else _cut(a, outside[name in OF_KEYS]))
+        wide.append(a if name in OF_SCORES else cut(a, of_keys if name in OF_KEYS else of_queries))
     results = [[] for _ in likes]
     for of_block in blocks(case, q, k, mask, ON_CPU if q.device.type == "cpu" else BLOCK):
         seen = _Seen(of_block, keys, k.device)

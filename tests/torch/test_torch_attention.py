@@ -29,6 +29,7 @@ from jax_flash_jvp.problem import Operands, Problem, unserved  # noqa: E402
 from torch_bridge import (  # noqa: E402
     attention,
     compute,
+    cpu,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -181,6 +182,7 @@ def test_blocks_visit_the_keys_that_they_see(case, monkeypatch):
     x = [normal(1, 2, n, 4, seed=n) for n in (40, 21, 21)]
     bias, w = normal(2, 40, 21), normal(1, 2, 40, 4)
     seen, scores = [], reference._scores
+    monkeypatch.setattr(cpu, "computed", lambda *_, **__: None)
     monkeypatch.setattr(reference, "ON_CPU", 1)
     monkeypatch.setattr(reference, "_scores", lambda *a: seen.append(a[2:4]) or scores(*a))
 
@@ -264,9 +266,9 @@ def test_packed(causal):
 
 def test_packed_is_not_copied(monkeypatch):
     qkv, seen = normal(2, 5, 3, 2, 4), []
-    run = reference.run
+    computed = cpu.computed
     monkeypatch.setattr(
-        reference, "run", lambda name, case, x, **groups: seen.extend(x) or run(name, case, x, **groups)
+        cpu, "computed", lambda name, case, x, **groups: seen.extend(x) or computed(name, case, x, **groups)
     )
     flash_attn_qkvpacked_func(qkv)
     assert [a.data_ptr() for a in seen[:3]] == [qkv[:, :, i].data_ptr() for i in range(3)]
@@ -630,9 +632,9 @@ def test_autocast():
     (u - du.detach()).float().sum().backward()
     assert u.dtype == du.dtype == torch.bfloat16
     assert a.grad.dtype == torch.float32
-    outside = sdpa(a.bfloat16(), a.bfloat16(), a.bfloat16())
-    assert torch.equal(u, outside)  # autocast does not reach into the computation
-    assert torch.equal(bare, outside)
+    half = a.bfloat16()  # autocast does not reach into the computation
+    assert torch.equal(u, jvp(lambda a: sdpa(a, a, a), (half,), (torch.ones_like(half),))[0])
+    assert torch.equal(bare, sdpa(half, half, half))
 
 
 def test_imports_no_jax():
@@ -1371,6 +1373,8 @@ def test_functions_are_overridden_as_those_of_torch(name):
 def test_the_log_says_that_there_is_no_gpu(caplog):
     with caplog.at_level("DEBUG", "torch_bridge"):
         sdpa(A, A, A)
+        sdpa(A, A, A, logits_soft_cap=2)
+    assert "attention forward: PyTorch's flash attention for CPUs computes it" in caplog.text
     assert "attention forward: this is not computed on an NVIDIA GPU; the reference computes it" in caplog.text
 
 
