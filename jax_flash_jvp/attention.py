@@ -30,16 +30,16 @@ from jax_flash_jvp.context import ORDERS, Context, Order, Strategy, strategy_of
 from jax_flash_jvp.differentiation import attend, attend_scaled
 from jax_flash_jvp.exchange import by_heads, by_sequence, with_all_columns
 from jax_flash_jvp.problem import (
-    KERNEL_IMPLEMENTATIONS,
     Alignment,
     Implementation,
     Operands,
     Problem,
+    check_implementation,
     check_operands,
+    check_served,
     lower_right_of,
     refuse_unknown,
     soft_cap_of,
-    unserved,
     warn_of_lengths,
     warn_of_window,
 )
@@ -263,7 +263,8 @@ def dot_product_attention(
         deterministic=xla_is_deterministic() if deterministic is None else flag("deterministic", deterministic),
         implementation=implementation,
     )
-    _check_implementation(implementation, x)
+    check_implementation(implementation, IMPLEMENTATIONS, "xla")
+    check_served(implementation, x, "xla")
     warn_of_window(problem.window, problem.is_causal)
     back = None
     if context is not None:
@@ -290,17 +291,6 @@ def _check(x: Operands, given: dict, devices: int, context: Context | None, mask
         ids = given[name]
         if ids is not None and jnp.iinfo(ids.dtype).bits > 16 and ids.dtype != jnp.int32:
             raise TypeError(f"`{name}` must fit int32 where there is a `context_axis`: got {ids.dtype}; cast it")
-
-
-def _check_implementation(implementation: Any, x: Operands) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"`implementation` must be one of {IMPLEMENTATIONS}: got {implementation!r}")
-    reason = unserved(x)
-    if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") and reason is not None:
-        raise ValueError(
-            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla': the "
-            "tiled reference computes it"
-        )
 
 
 def _with_sinks(o: jax.Array, log_sum_exp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:

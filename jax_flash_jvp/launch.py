@@ -225,6 +225,8 @@ def _run(
         logger.debug("attention %s: this is not computed on an NVIDIA GPU; the tiled reference computes it", name)
     if platform == "cuda" and wanted != "xla" and name not in _KERNELS:
         logger.debug("attention %s: the tiled reference alone computes this derivative", name)
+    if wanted == "xla":
+        logger.debug("attention %s: the tiled reference computes it: it is asked for", name)
     if wanted == "xla" or name not in _KERNELS or nothing_to_do or elsewhere:
         return by_reference()
     reason = unserved(x)

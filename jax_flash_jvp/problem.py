@@ -344,6 +344,21 @@ def _check_blocks(shape: Sequence[int], scores: Sequence[int], key_heads: int, b
         )
 
 
+def check_implementation(implementation: Any, allowed: Sequence[str | None], reference: str) -> None:
+    if implementation not in allowed:
+        hint = f"; the tiled reference is {reference!r}" if implementation in ("reference", "xla") else ""
+        raise ValueError(f"`implementation` must be one of {allowed}: got {implementation!r}{hint}")
+
+
+def check_served(implementation: str | None, x: Operands, reference: str) -> None:
+    reason = unserved(x) if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") else None
+    if reason is not None:
+        raise ValueError(
+            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for "
+            f"{reference!r}: the tiled reference computes it"
+        )
+
+
 def unserved(x: Operands) -> str | None:
     """What of this call the kernels do not serve, or None."""
     if dtype_of(x.query) not in KERNEL_DTYPES:

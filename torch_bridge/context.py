@@ -5,9 +5,8 @@ derivatives are collectives too (`exchange.py`), around attention as it is; `rin
 its derivatives (`ring.py`), of which the operators learn by a word of their options.
 """
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +27,8 @@ from jax_flash_jvp.context import (
 )
 from torch_bridge.exchange import from_first, move
 from torch_bridge.groups import Group
-from torch_bridge.options import LARGEST, drawn, drops, narrowed, parsed, words_of
+from torch_bridge.options import LARGEST, drawn, drops, narrowed, parsed, words_of_part
+from torch_bridge.scopes import Scopes, innermost, opened
 
 
 class Context(NamedTuple):
@@ -88,24 +88,12 @@ class Context(NamedTuple):
         return {"ulysses": _ulysses, "ring": _ring, "all_gather": _all_gather}[strategy](attend, group, call)
 
 
-# contexts, the innermost last, each with the thread that opened it, or None, which a compiler does not tell
-_open: list[list[Any]] = []
+_open: Scopes = []  # of contexts
 
 
-def _innermost() -> Context | None:
-    """Of those that this thread opened; where it opened none, as threads in which autograd computes, of all."""
-    if not _open:
-        return None
-    if not torch.compiler.is_compiling():
-        here = threading.get_ident()
-        for context, thread in reversed(_open):
-            if thread in (here, None):
-                return context
-    return _open[-1][0]
-
-
-@contextlib.contextmanager
-def context_parallel(group: Any, strategy: Strategy | None = None, order: Order = "contiguous") -> Iterator[None]:
+def context_parallel(
+    group: Any, strategy: Strategy | None = None, order: Order = "contiguous"
+) -> AbstractContextManager[None]:
     """While open, attention of this package takes its tensors for parts of sequences, one in each process of a group, and
     gives the part of the result that belongs to the queries; so do its derivatives, of any mode and order that the strategy
     has.  It holds in this thread, and in those that open none of their own, as autograd's do: keep it open over the backward of
@@ -126,21 +114,12 @@ def context_parallel(group: Any, strategy: Strategy | None = None, order: Order 
       ValueError: no such group, strategy or order, a group without this process.
       TypeError: `group` is something else.
     """
-    context = None if group is None else context_of("group", group, strategy, order)
-    opened = [context, None if torch.compiler.is_compiling() else threading.get_ident()]
-    _open.append(opened)
-    try:
-        yield
-    finally:
-        for i, other in enumerate(_open):  # threads close theirs in any order
-            if other is opened:
-                del _open[i]
-                break
+    return opened(_open, None if group is None else context_of("group", group, strategy, order))
 
 
 def current(group: Any, strategy: Any, order: Any) -> Context | None:
     """The context of a call, by its own arguments or the open manager; None where there is nobody to share with."""
-    context = _innermost()
+    context = innermost(_open)
     if group is not None:
         context = context_of("context_group", group, strategy, "contiguous" if order is None else order)
     elif strategy is not None or order is not None:
@@ -156,7 +135,7 @@ def current(group: Any, strategy: Any, order: Any) -> Context | None:
 
 def of_open(strategy: Any, order: Any) -> tuple[Strategy | None, Order]:
     """How a sequence is shared by those who are known otherwise: as asked, else as the open context says."""
-    context = _innermost()
+    context = innermost(_open)
     if context is not None:
         strategy, order = strategy or context.strategy, order or context.group.order
     return _strategy("context_strategy", strategy), _checked("context_order", order or "contiguous")
@@ -276,7 +255,7 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
         some = call._replace(
             x=(rows(q, 2), k, v), mask=mask if mask is None or mask.shape[2] == 1 else rows(mask, 2),
             is_causal=False, place=(0, places[0], 0),
-            words=words_of(block.window, False, problem.soft_cap, rate, deterministic=problem.deterministic),
+            words=words_of_part(problem, block.window),
         )  # fmt: skip
         if selection:
             lengths = None if of_queries is None else lengths_in(torch, of_queries.clamp(-1, LARGEST), places, size)
