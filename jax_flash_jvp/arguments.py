@@ -29,8 +29,8 @@ def normalised(arrays: dict[str, Any]) -> dict[str, Any]:
     for name in ("query", "key", "value"):
         if given[name].ndim != ndim or ndim not in (3, 4):
             raise ValueError(
-                f"`query`, `key` and `value` must all have shape [batch, length, heads, channels] or all "
-                f"[length, heads, channels]: got {name} of shape {given[name].shape}"
+                f"`query`, `key` and `value` must all have shape [batch, length, heads, head dimension] or all "
+                f"[length, heads, head dimension]: got {name} of shape {given[name].shape}"
             )
         if not all(isinstance(n, int) for n in given[name].shape[-3:]):
             raise ValueError(

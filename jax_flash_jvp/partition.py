@@ -48,8 +48,8 @@ REMEDIES = {
     "heads": "heads are cut as far as the number of those of keys goes; beyond, cut the sequence or the batch",
     "key": "keys are cut along the sequence if the queries are, over as many devices as divide both lengths; pad them",
     "column": "a bias or a mask is cut along queries, not along keys",
-    "channel": "channels are not cut; cut heads",
-    "value": "channels are not cut; cut heads",
+    "channel": "the head dimension is not cut; cut heads",
+    "value": "the head dimension is not cut; cut heads",
 }
 WHOLE = (
     "a mask with a `mask_block_size` speaks of the whole sequence, which is not cut beside it: say it by `key_ranges`, a mask "

@@ -213,7 +213,7 @@ def check_operands(
         raise ValueError(f"`value` must have as many heads as `key`: got {value[2]} heads in value and {key[2]} in key")
     if query[3] != key[3]:
         raise ValueError(
-            f"`key` must have as many channels as `query`: got query[..., {query[3]}] and key[..., {key[3]}]"
+            f"`key` must have the head dimension of `query`: got query[..., {query[3]}] and key[..., {key[3]}]"
         )
     if query[2] % key[2] if key[2] else query[2]:
         swapped = query[1] == key[1] < min(query[2], key[2])
@@ -366,7 +366,7 @@ def unserved(x: Operands) -> str | None:
     if not all(isinstance(n, int) for n in x.query.shape):
         return "a symbolic batch"
     for name in ("query", "value"):
-        channels = getattr(x, name).shape[-1]
-        if not 1 <= channels <= MAX_HEAD_DIM:
-            return f"heads of {channels} channels in `{name}`, but of 1 to {MAX_HEAD_DIM}"
+        head_dim = getattr(x, name).shape[-1]
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            return f"a head dimension of {head_dim} in `{name}` (1 to {MAX_HEAD_DIM} are served)"
     return None

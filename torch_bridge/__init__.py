@@ -1,4 +1,4 @@
-"""Attention for PyTorch whose derivatives, of any mode and order, run as flash kernels.  Imports no JAX."""
+"""Flash attention with fused JVPs, gradients and Hessian-vector products, for PyTorch.  Imports no JAX."""
 
 from jax_flash_jvp.context import zigzag_positions
 from torch_bridge.attention import scaled_dot_product_attention

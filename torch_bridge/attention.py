@@ -171,9 +171,9 @@ def scaled_dot_product_attention(
         last key: i + S - L replaces i.  Lengths do not change this.
       local_window_size: (left, right), or one number for both: query i sees keys i - left … i + right.  Either may be negative.
         None for one of the two means no limit on that side.
-      query_seq_lengths, key_value_seq_lengths: integers [B], B the product of N…; everything beyond is padding: such queries
-        give zeros, such keys are hidden.  Lengths below 0 count as 0, and lengths beyond the tensor as its length; a warning
-        says so if they are on a CPU.
+      query_seq_lengths, key_value_seq_lengths: integers [B], where B is the number of batch entries in N….  Everything beyond is
+        padding: such queries give zeros, such keys are hidden.  Lengths below 0 count as 0, and lengths beyond the tensor as its
+        length; a warning says so if they are on a CPU.
       query_segment_ids, key_value_segment_ids: integers [B, L] and [B, S]; a query sees the keys of its own segment.  Ids of
         dtype int64, uint32 or uint64 are sorted first.
       key_ranges: integers [B, Hq, L, R, 2]; the heads may be H or one, B may be one.  Query i sees the keys in any of the R
@@ -214,6 +214,7 @@ def scaled_dot_product_attention(
       UserWarning: a window that hides all keys, such as (-1, -1), or that has a -1 beside another number, such as (3, -1);
         lengths on a CPU that are out of range.  No warnings where torch.compile traces.
       RuntimeError: a derivative that torch.compile or forward_ad would get wrong; the message says what to do instead.
+      NotImplementedError: an `implementation` is asked for, and one of its kernels does not fit the GPU.
 
     A call with tangents (torch.func.jvp, forward_ad) runs one kernel for the output and its tangent.  PyTorch code computes
     what the kernels do not serve, and tensors that are not on an NVIDIA GPU, in memory linear in L and S.  Two exceptions: a
@@ -498,7 +499,9 @@ def _broadcast(x, enable_gqa: bool):
         more = "" if enable_gqa else "; for groups of query heads that share a key head, pass enable_gqa=True"
         heads, lengths = {a.shape[-2] for a in x}, {a.shape[-3] for a in x if a.dim() > 2}
         if len(heads) == 1 < len(lengths) and max(heads) < min(lengths):
-            more = "; of [batch, length, heads, channels], pass the transpose(1, 2) of each, or call flash_attn_func"
+            more = (
+                "; of [batch, length, heads, head dimension], pass the transpose(1, 2) of each, or call flash_attn_func"
+            )
         raise ValueError(f"leading axes of `query`, `key` and `value` must broadcast: got {shapes}{more}") from error
     return [a.expand(*lead, *a.shape[-tail:]) for a in x]
 

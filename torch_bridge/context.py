@@ -94,25 +94,28 @@ _open: Scopes = []  # of contexts
 def context_parallel(
     group: Any, strategy: Strategy | None = None, order: Order = "contiguous"
 ) -> AbstractContextManager[None]:
-    """While open, attention of this package takes its tensors for parts of sequences, one in each process of a group, and
-    gives the part of the result that belongs to the queries; so do its derivatives, of any mode and order that the strategy
-    has.  It holds in this thread, and in those that open none of their own, as autograd's do: keep it open over the backward of
-    a checkpointed model, which calls the model again.  A compiled function takes that which was opened last, by any thread.
+    """A context manager.  While it is open, the processes of a group share the sequences of each attention call.
 
-    The processes hold equal parts, in the order of their ranks in the group, and must call attention alike.  Keys that are not
-    cut, as of a text that a video attends to, need no context: open `context_parallel(None)` around such a call.
+    Each process passes its own part of the sequence, and gets the results of its own queries.  The derivatives work in the same
+    way.  The parts must be equal, in the order of the ranks in the group, and all processes must make the same calls.  Keys that
+    are not split, such as a text prompt, need no context: open `context_parallel(None)` around such a call.
+
+    The context holds in this thread, and in threads that open none of their own, as autograd's do.  Keep it open over the
+    backward of a checkpointed model, which calls the model again.  A compiled function uses the context that was opened last, by
+    any thread.
 
     Args:
-      group: a ProcessGroup, or a DeviceMesh of one dimension, such as `mesh["context"]`; None closes an outer context.
-      strategy: "ulysses" moves heads to processes and back, four all-to-alls a call, and needs a number of key heads that the
-        size of the group divides (arXiv:2309.14509); "ring" passes keys around while it computes, two derivatives deep
-        (arXiv:2310.01889); "all_gather" gives every process all keys.  None: Ulysses where it can be, else the ring.
-      order: "contiguous", or "zigzag": of 2n equal chunks of the sequence, process i of n holds those at i and 2n - 1 - i, so
-        that causality leaves all as much to do; see :func:`reorder_zigzag`.
+      group: a ProcessGroup, or a DeviceMesh of one dimension, such as `mesh["context"]`.  None closes an outer context.
+      strategy: "ulysses" exchanges parts of the sequence for parts of the heads, by four all-to-alls a call; the size of the
+        group must divide the number of key heads (arXiv:2309.14509).  "ring" passes keys from process to process while it
+        computes, and has derivatives up to second order (arXiv:2310.01889).  "all_gather" gives all keys to every process.
+        None: Ulysses where it is possible, else the ring.
+      order: "contiguous", or "zigzag", in which a causal ring gives all processes the same work: of 2n equal chunks of the
+        sequence, process i of n holds chunks i and 2n - 1 - i.  See :func:`reorder_zigzag`.
 
     Raises:
-      ValueError: no such group, strategy or order, a group without this process.
-      TypeError: `group` is something else.
+      ValueError: an unknown strategy or order, torch.distributed is not initialized, or the group does not contain this process.
+      TypeError: `group` is not a ProcessGroup or a DeviceMesh.
     """
     return opened(_open, None if group is None else context_of("group", group, strategy, order))
 
@@ -294,25 +297,26 @@ def _of_all_keys(group: Group, call: Call) -> Tensor | None:
 
 
 def reorder_zigzag(x: Tensor, devices: int, axis: int = 1) -> Tensor:
-    """A whole sequence in the order in which `devices` processes hold it under `order="zigzag"`: process i holds the i-th of
-    `devices` equal parts of it.  For tokens, positions, targets and segment ids alike; :func:`restore_zigzag` undoes it.
+    """A whole sequence in zig-zag order.  Under `order="zigzag"`, process i holds the i-th of `devices` equal parts of it.
+
+    Use it for tokens, positions, targets and segment ids.  :func:`restore_zigzag` undoes it.
 
     Args:
       x: a tensor with a whole sequence along `axis`.
-      devices: how many processes share it.
-      axis: that of the sequence.
+      devices: the number of processes that share the sequence.
+      axis: the axis of the sequence.
 
     Raises:
-      ValueError: the length of the sequence is no multiple of 2 · `devices`.
+      ValueError: the length of the sequence is not a multiple of 2 · `devices`.
     """
     return x.index_select(axis, _positions(x, devices, axis))
 
 
 def restore_zigzag(x: Tensor, devices: int, axis: int = 1) -> Tensor:
-    """A whole sequence in its own order, from that of :func:`reorder_zigzag`, with the same arguments.
+    """The inverse of :func:`reorder_zigzag`, with the same arguments.
 
     Raises:
-      ValueError: the length of the sequence is no multiple of 2 · `devices`.
+      ValueError: the length of the sequence is not a multiple of 2 · `devices`.
     """
     return x.index_select(axis, _positions(x, devices, axis).argsort())
 

@@ -201,7 +201,7 @@ def test_heads_that_are_too_wide_for_the_kernels(arguments, caplog):
 
     for got, expected in zip(derivatives(wide, wide), derivatives(few, few), strict=True):
         np.testing.assert_allclose(got[..., : expected.shape[-1]], expected, rtol=2e-4, atol=2e-4)
-    reason = "heads of 280 channels in `query`, but of 1 to 256"
+    reason = "a head dimension of 280 in `query` (1 to 256 are served)"
     with pytest.raises(
         ValueError, match=re.escape(f"'interpret' does not serve {reason}; leave `implementation` None")
     ):
@@ -378,7 +378,7 @@ def changed(**arrays):
 ERRORS = {
     "none": (changed(key=None), TypeError, "`key` must be an array: got None"),
     "set": (changed(query={1}), TypeError, "`query` must be an array: got set"),
-    "rank": (changed(value=(S, K, H)), ValueError, "all have shape [batch, length, heads, channels] or all [length, "),
+    "rank": (changed(value=(S, K, H)), ValueError, "all have shape [batch, length, heads, head dimension] or all [length, "),
     "rank-2": (changed(query=(T, H), key=(S, H), value=(S, H)), ValueError, "got query of shape (5, 8)"),
     "batch": (changed(key=(3, S, K, H), value=(3, S, K, H)), ValueError, "the same batch size: got 2, 3 and 3"),
     "length": (changed(value=(B, 6, K, H)), ValueError, "must be as long as `key`: got 6 rows in value and 7 in key"),

@@ -244,7 +244,7 @@ of_tokens = lambda q, k=None: varlen_attention(*(a[0] for a in X), np.array(q), 
         (lambda: of_tokens([0, 6], [0, 7]), ValueError, "`cu_seqlens_k` must not end beyond the 6 tokens: got [0, 7]"),
         (lambda: of_tokens([0, 6], [0, 3, 6]), ValueError, "`cu_seqlens_k` must have shape [sequences + 1]"),
         (lambda: of_tokens([0.0, 6.0]), TypeError, "`cu_seqlens_q` must be of integers"),
-        (lambda: varlen_attention(*X, np.array([0, 6])), ValueError, "must have shape [tokens, heads, channels]"),
+        (lambda: varlen_attention(*X, np.array([0, 6])), ValueError, "must have shape [tokens, heads, head dimension]"),
     ],
 )  # fmt: skip
 def test_bad_arguments(call, error, text):

@@ -546,7 +546,7 @@ def test_heads_that_are_too_wide_for_the_kernels(arguments):
     check(lambda: everything(wider, *x, value), lambda: everything(f, *x, value), tolerance=1e-11)
     few, wide = (Operands(*(normal(1, 1, 2, n, dtype=torch.float32) for n in (d, d, 3))) for d in (256, 257))
     assert unserved(few) is None
-    assert unserved(wide) == "heads of 257 channels in `query`, but of 1 to 256"
+    assert unserved(wide) == "a head dimension of 257 in `query` (1 to 256 are served)"
 
 
 @pytest.mark.parametrize("sizes", [(0, 0, 4), (0, 2, 4), (4, 2, 0)], ids=["no-heads", "no-query-heads", "no-channels"])
