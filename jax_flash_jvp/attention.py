@@ -315,8 +315,8 @@ def context_of(axis: Any, strategy: Any, order: Any, **rows: int) -> Context | N
         ):
             if given is not None:
                 raise ValueError(
-                    f"`{name}`={given!r} goes with a `context_axis`, inside jax.shard_map; elsewhere JAX divides arrays in the "
-                    "order of the sequence, and attention follows"
+                    f"`{name}`={given!r} needs a `context_axis`, inside jax.shard_map; elsewhere leave it out: attention "
+                    "follows the sharding of the arrays"
                 )
         return None
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -327,13 +327,13 @@ def context_of(axis: Any, strategy: Any, order: Any, **rows: int) -> Context | N
     except NameError:
         raise ValueError(
             f"`context_axis` must name axes of a jax.shard_map around the call: got {axis!r}; outside of one leave it None: "
-            "arrays that are sharded along the sequence are divided as they are"
+            "attention follows the sharding of the arrays"
         ) from None
     for name, n in rows.items():
         if order == "zigzag" and n % 2:
             raise ValueError(
-                f"`{name}` must be two chunks of a sequence in zig-zag order: got {n} rows on each device; pad the sequence to a "
-                f"multiple of {2 * devices}"
+                f"`{name}` must have an even number of rows on each device for `context_order`='zigzag': got {n}; "
+                f"pad the sequence to a multiple of {2 * devices}"
             )
     return Context(axes, devices, "ring", order)
 

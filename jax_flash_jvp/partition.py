@@ -229,7 +229,7 @@ def _warn_of_gathering(
         if math.prod(pieces_of.values()) > kept:
             along = [name for name, n in pieces_of.items() if n > _product(sizes, spread.get(name, ()))]
             logger.warning(
-                "attention on arrays in %d pieces, one or more for each device, is computed in %d, each by several devices: %s",
+                "arrays are sharded into %d pieces, but attention is computed in %d, each on several devices: %s",
                 math.prod(pieces_of.values()), kept, "; ".join(remedies.get(name, OTHERWISE) for name in along) or OTHERWISE,
             )  # fmt: skip
             return

@@ -304,7 +304,7 @@ def context_of_call(query: Any, group: Any = None, strategy: Any = None, order: 
             if group is None:
                 return Distributed(*of_open(strategy, order))
             raise ValueError(
-                "`context_group` is for plain tensors: the placements of a DTensor say who shares its sequence"
+                "`context_group` must not be given for DTensors: their placements say which processes share the sequence"
             )
     return current(group, strategy, order)
 
@@ -346,7 +346,7 @@ def alignment_of(
     n = 1 if context is None else context.parts
     size, scores = (bias.seq_len_q, bias.seq_len_kv), (n * query.shape[-2], n * key.shape[-2])
     if size != scores:
-        raise ValueError(f"`{name}` must be of the numbers of queries and keys, {scores}: got causal_lower_right{size}")
+        raise ValueError(f"`{name}` must be made for {scores} queries and keys: got causal_lower_right{size}")
     return "lower_right"
 
 
@@ -439,7 +439,7 @@ def attend(
             raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sinks.dtype}; cast it")
         if sinks.shape != q.shape[1:2]:
             raise ValueError(
-                f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
+                f"`sinks` must have shape ({q.shape[1]},), one number for each query head: got {tuple(sinks.shape)}"
             )
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic

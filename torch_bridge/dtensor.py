@@ -57,7 +57,8 @@ def _kinds(q: DTensor, k: DTensor) -> list[str | None]:
         kinds.append(KINDS[pair])
     if sum(kind in ("sequence", "rows") for kind in kinds) > 1:
         raise ValueError(
-            f"`query` must be sharded along its sequence by one dimension of the mesh: got {q.placements}; flatten these of it"
+            f"`query` must be sharded along its sequence by one dimension of the mesh: got {q.placements}; flatten the mesh "
+            "dimensions that shard it into one"
         )
     for name, a in (("query", q), ("key", k)):
         for axis in range(3):

@@ -29,7 +29,7 @@ def _in_either_order(function: Callable) -> Callable:
         if others and (others[0] is None or isinstance(others[0], Tensor | CausalBias)):
             if len(others) > len(OLDER):
                 raise TypeError(
-                    f"after a `bias` there may follow `causal` and `softmax_scale`: got {len(others) - 1} more"
+                    f"only `causal` and `softmax_scale` may follow a `bias` by position: got {len(others) - 1} arguments"
                 )
             given = dict(zip(OLDER, others, strict=False), causal_alignment="upper_left")
             for name in given.keys() & named.keys():
@@ -107,7 +107,7 @@ def flash_attn_func(
     check_flag("deterministic", deterministic)
     check_flag("return_attn_probs", return_attn_probs)
     if isinstance(dropout_p, bool):
-        raise TypeError(f"`dropout_p` must be a number: got {dropout_p}; causality is asked for by causal=True")
+        raise TypeError(f"`dropout_p` must be a number: got {dropout_p}; for causality pass causal=True")
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale)
     if alibi_slopes is not None:

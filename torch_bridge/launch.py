@@ -103,7 +103,7 @@ def _properties(device: torch.device) -> tuple[int, int, bool]:
     target = 10 * properties.major + properties.minor
     descriptors = target == 90 and _tensor_descriptor() is not None
     if target == 90 and not descriptors:
-        logger.warning("the portable kernels alone run: Triton lacks the descriptors that those for Hopper take")
+        logger.warning("only the portable kernels run: Triton lacks the descriptors that the Hopper kernels take")
     return target, properties.multi_processor_count, descriptors
 
 

@@ -75,7 +75,7 @@ def _ragged_axis(x: dict[str, Any]) -> int:
         if a.layout != torch.jagged:
             got = "a nested tensor of strided layout" if a.is_nested else "a dense tensor"
             raise ValueError(
-                f"`{name}` must be a nested tensor of the jagged layout, as all three or none: got {got}; "
+                f"`{name}` must be a nested tensor of the jagged layout, like the other two: got {got}; "
                 "torch.nested.as_nested_tensor(…, layout=torch.jagged) makes one"
             )
     axes = [a._ragged_idx for a in x.values()]  # private
