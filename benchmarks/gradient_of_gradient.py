@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--framework", choices=("jax", "torch"), default="jax")
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--window", type=int, default=8192)
-    parser.add_argument("--shapes", nargs="+", default=["16x96", "32x80"], help="heads x channels")
+    parser.add_argument("--shapes", nargs="+", default=["16x96", "32x80"], help="heads x head dimension")
     parser.add_argument("--contenders", nargs="+", help="by the names that the table has")
     parser.add_argument("--output", type=Path, default=Path("results/gradient_of_gradient"), help="without an ending")
     add_timing_options(parser, rounds=7)

@@ -338,7 +338,7 @@ def draw(path: Path, arrays: list[np.ndarray], block: int, causal: bool) -> None
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--length", type=int, default=512, help="of the sequence")
-    parser.add_argument("--head-dim", type=int, default=64, help="channels")
+    parser.add_argument("--head-dim", type=int, default=64, help="head dimension")
     parser.add_argument("--block", type=int, default=32, help="queries and keys of a tile")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="hide later keys")
     parser.add_argument("--output", default="output/from_scratch", help="folder for the picture")

@@ -1,4 +1,4 @@
-"""Attention whose derivatives, of any mode and order, run as flash kernels.
+"""Flash attention with fused JVPs, gradients and Hessian-vector products, for JAX.
 
 Public names are resolved on first use, so that importing the package, or its kernels, imports neither JAX nor PyTorch.
 """

@@ -29,12 +29,12 @@ def normalised(arrays: dict[str, Any]) -> dict[str, Any]:
     for name in ("query", "key", "value"):
         if given[name].ndim != ndim or ndim not in (3, 4):
             raise ValueError(
-                f"`query`, `key` and `value` must all have shape [batch, length, heads, channels] or all "
-                f"[length, heads, channels]: got {name} of shape {given[name].shape}"
+                f"`query`, `key` and `value` must all have shape [batch, length, heads, head dimension] or all "
+                f"[length, heads, head dimension]: got {name} of shape {given[name].shape}"
             )
         if not all(isinstance(n, int) for n in given[name].shape[-3:]):
             raise ValueError(
-                f"of a symbolic shape (jax.export) only the batch may be a symbol: got {name} of shape {given[name].shape}; "
+                f"only the batch of a symbolic shape (jax.export) may be a symbol: got {name} of shape {given[name].shape}; "
                 "export the function once for each length"
             )
     for name in ("bias", "mask"):
@@ -47,13 +47,13 @@ def _check_three_axes(name: str, a: jax.Array, query: jax.Array, key: jax.Array)
     """Of a bias or mask, whose first axis is that of the heads, and not of the batch."""
     if a.shape[0] not in {1, query.shape[-2], key.shape[-2]}:
         raise ValueError(
-            f"`{name}` of three axes must be [heads, query length, key length]: got {a.shape}; one for each batch entry is "
-            f"`{name}[:, None]`"
+            f"`{name}` of three axes must be [heads, query length, key length]: got {a.shape}; for one for each batch entry "
+            f"pass `{name}[:, None]`"
         )
     if query.ndim == 4 and a.shape[0] == query.shape[0] != 1:
         warnings.warn(
-            f"`{name}` of three axes is taken as one for each head, of which there are as many as batch entries: got "
-            f"{a.shape}; write `{name}[None]` to say so, or `{name}[:, None]` for one for each batch entry",
+            f"`{name}` of three axes means one for each head, and there are as many heads as batch entries: got {a.shape}; write "
+            f"`{name}[None]` if that is meant, or `{name}[:, None]` for one for each batch entry",
             stacklevel=4,
         )
 
@@ -80,7 +80,7 @@ def as_array(name: str, a: Any) -> Any:
         raise TypeError(f"`{name}` must be an array: got {type(a).__name__}") from error
     extended = jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended)  # a key of jax.random
     if not extended and a.dtype != jax.dtypes.canonicalize_dtype(a.dtype):
-        raise TypeError(f"`{name}` is {a.dtype}, which needs `jax_enable_x64` where the call is traced; or cast it")
+        raise TypeError(f"`{name}` is {a.dtype}: set `jax_enable_x64` where the call is traced, or cast it")
     return a
 
 
@@ -105,7 +105,7 @@ def _index(name: str, a: Any) -> Any:
             continue
         limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(dtype))
         if not limits.min <= least <= most <= limits.max:
-            raise ValueError(f"`{name}` must fit {limits.dtype}, or `jax_enable_x64` be set: got {least} to {most}")
+            raise ValueError(f"`{name}` must fit {limits.dtype} unless `jax_enable_x64` is set: got {least} to {most}")
     return as_array(name, a)
 
 
@@ -153,7 +153,7 @@ def sinks_of(sinks: Any, heads: int) -> jax.Array:
     if scores.dtype.name not in DTYPES:
         raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {scores.dtype}; cast it")
     if scores.shape != (heads,):
-        raise ValueError(f"`sinks` must have shape ({heads},), one number a query head: got {scores.shape}")
+        raise ValueError(f"`sinks` must have shape ({heads},), one number for each query head: got {scores.shape}")
     return scores
 
 
@@ -173,7 +173,7 @@ def seed_of(key: Any, batch: int) -> jax.Array:
 
 def rate_of(dropout_rate: Any, dropout_key: Any) -> float:
     if dropout_key is not None and dropout_rate is None:
-        raise ValueError("a `dropout_key` drops nothing without a `dropout_rate`: give a rate, 0 to drop nothing")
+        raise ValueError("`dropout_key` has no effect without a `dropout_rate`: pass a rate, or leave out the key")
     return dropout_rate_of("dropout_rate", number("dropout_rate", dropout_rate, 0.0))
 
 
@@ -244,9 +244,9 @@ def warn_of_drift() -> None:
 @functools.cache
 def _warn_of_drift() -> None:
     warnings.warn(
-        "several GPUs share a sequence, and XLA may add what they all compute in another order on each: their copies of the "
-        "weights can drift apart. Compile the training step with compiler_options={'xla_gpu_deterministic_ops': True}, or set "
-        "XLA_FLAGS=--xla_gpu_deterministic_ops=true, with which this is not said",
+        "several GPUs share a sequence, and XLA may add the same sums in another order on each: their copies of the weights can "
+        "drift apart. Compile the training step with compiler_options={'xla_gpu_deterministic_ops': True}, or set "
+        "XLA_FLAGS=--xla_gpu_deterministic_ops=true, which also silences this warning",
         stacklevel=4,
     )
 

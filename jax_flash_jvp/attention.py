@@ -30,16 +30,16 @@ from jax_flash_jvp.context import ORDERS, Context, Order, Strategy, strategy_of
 from jax_flash_jvp.differentiation import attend, attend_scaled
 from jax_flash_jvp.exchange import by_heads, by_sequence, with_all_columns
 from jax_flash_jvp.problem import (
-    KERNEL_IMPLEMENTATIONS,
     Alignment,
     Implementation,
     Operands,
     Problem,
+    check_implementation,
     check_operands,
+    check_served,
     lower_right_of,
     refuse_unknown,
     soft_cap_of,
-    unserved,
     warn_of_lengths,
     warn_of_window,
 )
@@ -263,7 +263,8 @@ def dot_product_attention(
         deterministic=xla_is_deterministic() if deterministic is None else flag("deterministic", deterministic),
         implementation=implementation,
     )
-    _check_implementation(implementation, x)
+    check_implementation(implementation, IMPLEMENTATIONS, "xla")
+    check_served(implementation, x, "xla")
     warn_of_window(problem.window, problem.is_causal)
     back = None
     if context is not None:
@@ -292,17 +293,6 @@ def _check(x: Operands, given: dict, devices: int, context: Context | None, mask
             raise TypeError(f"`{name}` must fit int32 where there is a `context_axis`: got {ids.dtype}; cast it")
 
 
-def _check_implementation(implementation: Any, x: Operands) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"`implementation` must be one of {IMPLEMENTATIONS}: got {implementation!r}")
-    reason = unserved(x)
-    if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") and reason is not None:
-        raise ValueError(
-            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for 'xla': the "
-            "tiled reference computes it"
-        )
-
-
 def _with_sinks(o: jax.Array, log_sum_exp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A sink takes the share sigmoid(sink - ℓ) of the probability; in a row that sees no key, all of it.  What it leaves,
     sigmoid(ℓ - sink), is written so that derivatives keep their digits where it is nearly one: those of a sigmoid are
@@ -325,8 +315,8 @@ def context_of(axis: Any, strategy: Any, order: Any, **rows: int) -> Context | N
         ):
             if given is not None:
                 raise ValueError(
-                    f"`{name}`={given!r} goes with a `context_axis`, inside jax.shard_map; elsewhere JAX divides arrays in the "
-                    "order of the sequence, and attention follows"
+                    f"`{name}`={given!r} needs a `context_axis`, inside jax.shard_map; elsewhere leave it out: attention "
+                    "follows the sharding of the arrays"
                 )
         return None
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -337,13 +327,13 @@ def context_of(axis: Any, strategy: Any, order: Any, **rows: int) -> Context | N
     except NameError:
         raise ValueError(
             f"`context_axis` must name axes of a jax.shard_map around the call: got {axis!r}; outside of one leave it None: "
-            "arrays that are sharded along the sequence are divided as they are"
+            "attention follows the sharding of the arrays"
         ) from None
     for name, n in rows.items():
         if order == "zigzag" and n % 2:
             raise ValueError(
-                f"`{name}` must be two chunks of a sequence in zig-zag order: got {n} rows on each device; pad the sequence to a "
-                f"multiple of {2 * devices}"
+                f"`{name}` must have an even number of rows on each device for `context_order`='zigzag': got {n}; "
+                f"pad the sequence to a multiple of {2 * devices}"
             )
     return Context(axes, devices, "ring", order)
 

@@ -19,18 +19,18 @@ KINDS = Operands(  # and which axis the rows or columns are; what else there is,
 
 
 def reorder_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
-    """An array with the axis of its sequence in zig-zag order, so that equal shards are what `context_order`="zigzag" means.
+    """A whole sequence in zig-zag order.  Equal shards of the result are what `context_order`="zigzag" expects.
 
-    Of 2n chunks, n being the number of `devices`, the first shard has the first and the last, and so on.  Places for rotary
-    embeddings are then `zigzag_positions(length, devices)`.
+    With n `devices` and 2n equal chunks, shard i holds chunks i and 2n - 1 - i.  The positions for rotary embeddings are then
+    `zigzag_positions(length, devices)`.
 
     Args:
       x: an array with a whole sequence along `axis`.
-      devices: how many share it.
-      axis: that of the sequence.
+      devices: the number of devices that share the sequence.
+      axis: the axis of the sequence.
 
     Raises:
-      ValueError: the length of the sequence is no multiple of 2 · `devices`.
+      ValueError: the length of the sequence is not a multiple of 2 · `devices`.
     """
     return jnp.take(x, zigzag_positions(x.shape[axis], devices), axis)
 
@@ -39,7 +39,7 @@ def restore_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
     """The inverse of `reorder_zigzag`, with the same arguments.
 
     Raises:
-      ValueError: the length of the sequence is no multiple of 2 · `devices`.
+      ValueError: the length of the sequence is not a multiple of 2 · `devices`.
     """
     return jnp.take(x, np.argsort(zigzag_positions(x.shape[axis], devices)), axis)
 

@@ -172,7 +172,7 @@ def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[None]
         return contextlib.nullcontext()
     if isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm):
         if len(set(precision)) != 1:
-            raise ValueError(f"`precision` must be the same for both operands of a product: got {precision}")
+            raise ValueError(f"`precision` must be the same for both operands of a matmul: got {precision}")
         precision = precision[0]
     if isinstance(precision, jax.lax.Precision):
         precision = precision.name.lower()

@@ -225,6 +225,8 @@ def _run(
         logger.debug("attention %s: this is not computed on an NVIDIA GPU; the tiled reference computes it", name)
     if platform == "cuda" and wanted != "xla" and name not in _KERNELS:
         logger.debug("attention %s: the tiled reference alone computes this derivative", name)
+    if wanted == "xla":
+        logger.debug("attention %s: the tiled reference computes it: it is asked for", name)
     if wanted == "xla" or name not in _KERNELS or nothing_to_do or elsewhere:
         return by_reference()
     reason = unserved(x)
@@ -239,9 +241,7 @@ def _run(
         if wanted is not None or _gpus():
             raise
         # lowered for another machine, as by jax.export
-        logger.warning(
-            "attention %s: %s; on the GPU that this is for, the tiled reference will compute it", name, error
-        )
+        logger.warning("attention %s: %s; the exported program will run the tiled reference on its GPU", name, error)
         return by_reference()
 
     def job(problem: Any, *args: Any) -> Any:
@@ -249,8 +249,8 @@ def _run(
 
     if isinstance(divided, str) and launcher.on_shards:
         logger.warning(
-            "attention %s: %s, XLA cannot be told how to divide it: it gathers arrays that are sharded, and every device "
-            "computes all of it", name, divided,
+            "attention %s: %s, XLA cannot divide it: it gathers sharded arrays, and every device computes all of it",
+            name, divided,
         )  # fmt: skip
         problem = dataclasses.replace(problem, deterministic=True)  # the same on all
     elif divided and launcher.on_shards:
@@ -401,8 +401,8 @@ def _gpus() -> list[Any]:
 def _check_kinds(capabilities: tuple[str, ...]) -> None:
     if len(capabilities) > 1:
         logger.warning(
-            "this process has GPUs of compute capabilities %s, but JAX lowers a program once for all: kernels are compiled for "
-            "the first; hide those of another kind by CUDA_VISIBLE_DEVICES", " and ".join(capabilities),
+            "this process has GPUs of compute capabilities %s, but JAX compiles one program for all of them, so kernels are "
+            "compiled for the first: hide the others with CUDA_VISIBLE_DEVICES", " and ".join(capabilities),
         )  # fmt: skip
 
 
@@ -462,6 +462,6 @@ def _extended(library: Any) -> bool:
     try:
         gluon_launch.install(library)
     except (AttributeError, ImportError) as error:
-        logger.warning("the portable kernels alone run: jax-triton cannot launch those for Hopper: %s", error)
+        logger.warning("only the portable kernels run: jax-triton cannot launch the Hopper kernels: %s", error)
         return False
     return True

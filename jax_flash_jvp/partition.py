@@ -48,8 +48,8 @@ REMEDIES = {
     "heads": "heads are cut as far as the number of those of keys goes; beyond, cut the sequence or the batch",
     "key": "keys are cut along the sequence if the queries are, over as many devices as divide both lengths; pad them",
     "column": "a bias or a mask is cut along queries, not along keys",
-    "channel": "channels are not cut; cut heads",
-    "value": "channels are not cut; cut heads",
+    "channel": "the head dimension is not cut; cut heads",
+    "value": "the head dimension is not cut; cut heads",
 }
 WHOLE = (
     "a mask with a `mask_block_size` speaks of the whole sequence, which is not cut beside it: say it by `key_ranges`, a mask "
@@ -229,7 +229,7 @@ def _warn_of_gathering(
         if math.prod(pieces_of.values()) > kept:
             along = [name for name, n in pieces_of.items() if n > _product(sizes, spread.get(name, ()))]
             logger.warning(
-                "attention on arrays in %d pieces, one or more for each device, is computed in %d, each by several devices: %s",
+                "arrays are sharded into %d pieces, but attention is computed in %d, each on several devices: %s",
                 math.prod(pieces_of.values()), kept, "; ".join(remedies.get(name, OTHERWISE) for name in along) or OTHERWISE,
             )  # fmt: skip
             return

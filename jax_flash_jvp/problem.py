@@ -163,13 +163,13 @@ def warn_of_window(window: tuple[int | None, int | None] | None, is_causal: bool
     """-1 is what other libraries write for no limit; here windows may begin behind a query, and may then be empty."""
     left, right = window or (None, None)
     last = min(right or 0, 0) if is_causal else right
-    remedy = "None, not -1, is for a side without a limit"
+    remedy = "for no limit on a side pass None, not -1"
     if left is not None and last is not None and left + last < 0:
         text = f"`local_window_size`={window} hides every key from every query: the result is zero"
         warnings.warn(f"{text}; {remedy}", stacklevel=3)
     elif left is not None and right is not None and -1 in (left, right):
         seen = f"keys i {-left:+} … i {last:+}".replace("+", "+ ").replace("-", "- ")
-        warnings.warn(f"`local_window_size`={window} shows query i the {seen} alone; {remedy}", stacklevel=3)
+        warnings.warn(f"`local_window_size`={window} shows query i only the {seen}; {remedy}", stacklevel=3)
 
 
 def warn_of_lengths(name: str, numbers: Iterable[int] | None, rows: int) -> None:
@@ -213,7 +213,7 @@ def check_operands(
         raise ValueError(f"`value` must have as many heads as `key`: got {value[2]} heads in value and {key[2]} in key")
     if query[3] != key[3]:
         raise ValueError(
-            f"`key` must have as many channels as `query`: got query[..., {query[3]}] and key[..., {key[3]}]"
+            f"`key` must have the head dimension of `query`: got query[..., {query[3]}] and key[..., {key[3]}]"
         )
     if query[2] % key[2] if key[2] else query[2]:
         swapped = query[1] == key[1] < min(query[2], key[2])
@@ -231,10 +231,10 @@ def check_operands(
     elif x.mask is not None and mask_block is not None:
         _check_blocks(shape_of("mask", x.mask), scores, key[2], mask_block)
     for field, shape, what in (
-        ("query_lengths", (batch,), "one length a batch entry"),
-        ("key_lengths", (batch,), "one length a batch entry"),
-        ("query_segments", (batch, queries), "one segment a query"),
-        ("key_segments", (batch, keys), "one segment a key"),
+        ("query_lengths", (batch,), "one length for each batch entry"),
+        ("key_lengths", (batch,), "one length for each batch entry"),
+        ("query_segments", (batch, queries), "one segment for each query"),
+        ("key_segments", (batch, keys), "one segment for each key"),
     ):
         name, array = SELECTORS[field], getattr(x, field)
         if array is not None and shape_of(name, array) != shape:
@@ -300,7 +300,7 @@ def check_cu_seqlens(name: str, a: Any, of_queries: Any, tokens: int, numbers: S
     shape = shape_of(name, a)
     if len(shape) != 1 or not shape[0] or shape != shape_of(name, of_queries):
         raise ValueError(
-            f"`{name}` must have shape [sequences + 1], as many for queries and keys: got {shape} and "
+            f"`{name}` must have shape [sequences + 1], the same for queries and keys: got {shape} and "
             f"{tuple(of_queries.shape)}"
         )
     if not dtype_of(a).startswith(("int", "uint")):
@@ -308,7 +308,7 @@ def check_cu_seqlens(name: str, a: Any, of_queries: Any, tokens: int, numbers: S
     if numbers is None:
         return
     if numbers[0] < 0 or any(a > b for a, b in itertools.pairwise(numbers)):
-        raise ValueError(f"`{name}` must not decrease, from zero or more on: got {_few(numbers)}")
+        raise ValueError(f"`{name}` must not decrease, nor begin below zero: got {_few(numbers)}")
     if numbers[-1] > tokens:
         raise ValueError(f"`{name}` must not end beyond the {tokens} tokens: got {_few(numbers)}")
     if numbers[0]:
@@ -344,6 +344,21 @@ def _check_blocks(shape: Sequence[int], scores: Sequence[int], key_heads: int, b
         )
 
 
+def check_implementation(implementation: Any, allowed: Sequence[str | None], reference: str) -> None:
+    if implementation not in allowed:
+        hint = f"; the tiled reference is {reference!r}" if implementation in ("reference", "xla") else ""
+        raise ValueError(f"`implementation` must be one of {allowed}: got {implementation!r}{hint}")
+
+
+def check_served(implementation: str | None, x: Operands, reference: str) -> None:
+    reason = unserved(x) if implementation in (*KERNEL_IMPLEMENTATIONS, "interpret") else None
+    if reason is not None:
+        raise ValueError(
+            f"`implementation`={implementation!r} does not serve {reason}; leave `implementation` None or ask for "
+            f"{reference!r}: the tiled reference computes it"
+        )
+
+
 def unserved(x: Operands) -> str | None:
     """What of this call the kernels do not serve, or None."""
     if dtype_of(x.query) not in KERNEL_DTYPES:
@@ -351,7 +366,7 @@ def unserved(x: Operands) -> str | None:
     if not all(isinstance(n, int) for n in x.query.shape):
         return "a symbolic batch"
     for name in ("query", "value"):
-        channels = getattr(x, name).shape[-1]
-        if not 1 <= channels <= MAX_HEAD_DIM:
-            return f"heads of {channels} channels in `{name}`, but of 1 to {MAX_HEAD_DIM}"
+        head_dim = getattr(x, name).shape[-1]
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            return f"a head dimension of {head_dim} in `{name}` (1 to {MAX_HEAD_DIM} are served)"
     return None

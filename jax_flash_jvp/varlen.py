@@ -56,38 +56,44 @@ def varlen_attention(
     return_residual: bool = False,
     **options: Unpack[Options],
 ) -> Any:
-    """:func:`jax_flash_jvp.dot_product_attention` of sequences that lie one behind the other, without padding; every derivative
-    likewise.  One compiled program serves every packing of as many sequences in as many tokens.
+    """:func:`jax_flash_jvp.dot_product_attention` for packed sequences, without padding, with every derivative.
+
+    Sequences follow one another along the first axis.  One compiled program serves every packing of the same number of sequences
+    in the same number of tokens.
 
     Args:
-      query: [total, N, H]; key, value: [total of keys, K, H] and [total of keys, K, Hv].
-      cu_seqlens_q: integers [sequences + 1], where each sequence begins, and where the last one ends; a sequence may be empty.
-      cu_seqlens_k: likewise of the keys; those of the queries where it is None.
+      query: [total, N, H].
+      key: [total of keys, K, H].
+      value: [total of keys, K, Hv].
+      cu_seqlens_q: integers [sequences + 1]: where each sequence begins, and where the last one ends.  A sequence may be empty.
+      cu_seqlens_k: the same for the keys.  None: as the queries.
       is_causal, local_window_size: count from the lower right corner of each sequence, as in flash-attn: its last query sees
         its last key.
-      return_residual, options: as of `dot_product_attention`: scale, implementation, logits_soft_cap, sinks, dropout_rate,
-        dropout_key, deterministic, context_axis, context_strategy, context_order; with a `context_axis` totals are those of the
-        shard, and `cu_seqlens` of all devices together.
+      return_residual, options: as in `dot_product_attention`: scale, implementation, logits_soft_cap, sinks, dropout_rate,
+        dropout_key, deterministic, context_axis, context_strategy, context_order.  With a `context_axis`, totals are those of the
+        shard, and `cu_seqlens` those of all devices together.
 
     Returns:
-      [total, N, Hv], and the log-sum-exp [total, N] if asked for; zeros and -inf for tokens that are in no sequence, and for
-      those that see no key.
+      [total, N, Hv].  With `return_residual`, also the log-sum-exp [total, N].  Tokens that are in no sequence or see no key give
+      zeros, and a log-sum-exp of -inf.
 
     Raises:
-      ValueError: `cu_seqlens` that decrease, begin below zero or end beyond the tokens, where the host knows their numbers.
+      ValueError: `cu_seqlens` that decrease, begin below zero or end beyond the tokens, if the host knows their numbers.
         Numbers that are traced or on a device are not checked.
-      TypeError: `cu_seqlens` that are no integers.
-      UserWarning: `cu_seqlens` that are known and do not begin with zero.
-      UserWarning: a window with -1 beside another number, as of `dot_product_attention`.
+      TypeError: `cu_seqlens` that are not integers.
+      UserWarning: `cu_seqlens` that are known and do not begin with zero; a window with -1 beside another number.
 
-    Tokens behind the last sequence may hold NaN, in arrays, tangents and cotangents.  So may all tokens of no sequence, and
-    those of a sequence that has no tokens on the other side, where the host knows the numbers or the reference computes.
+    Tokens behind the last sequence may hold NaN, in arrays, tangents and cotangents.  If the host knows the numbers, or the
+    reference runs, this also holds for all other tokens outside sequences, and for those of a sequence that has no tokens on the
+    other side.
 
     Other errors are those of `dot_product_attention`.
     """
     q, k = as_array("query", query), as_array("key", key)
     if q.ndim != 3 or k.ndim != 3:
-        raise ValueError(f"`query` and `key` must have shape [tokens, heads, channels]: got {q.shape} and {k.shape}")
+        raise ValueError(
+            f"`query` and `key` must have shape [tokens, heads, head dimension]: got {q.shape} and {k.shape}"
+        )
     names = "cu_seqlens_q", "cu_seqlens_q" if cu_seqlens_k is None else "cu_seqlens_k"
     edges = dict(cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q)
     arrays = {name: as_array(name, edges[name]) for name in names}

@@ -101,7 +101,7 @@ def _ends(name: str, edges: Any, lengths: Any, arrays: _Arrays) -> Any:
     lengths = arrays.places(name, lengths)
     if lengths.shape != edges[1:].shape:
         raise ValueError(
-            f"`{name}` must have shape {tuple(edges[1:].shape)}, a length a document: got {tuple(lengths.shape)}"
+            f"`{name}` must have shape {tuple(edges[1:].shape)}, one length for each document: got {tuple(lengths.shape)}"
         )
     return arrays.module.minimum(edges[:-1] + lengths, edges[1:])
 
@@ -140,7 +140,7 @@ def teacher_forcing(queries: int, block: int, *, like: Any = None) -> Any:
     the generation of every block from clean ones."""
     arrays = _Arrays(like)
     if queries % 2:
-        raise ValueError(f"`queries` must be even, a sequence and a noisy copy as long: got {queries}")
+        raise ValueError(f"`queries` must be even, for a sequence and its noisy copy of the same length: got {queries}")
     half = queries // 2
     i = arrays.numbers(queries)
     noisy, first = i >= half, i % max(1, half) // _count("block", block) * block

@@ -36,9 +36,10 @@ from torch_bridge import private, rules
 from torch_bridge.block_mask import tensor_of
 from torch_bridge.checks import Described, check_devices, check_flag, check_number, check_shapes, check_tensor, known
 from torch_bridge.context import Call, Context, current, of_open
+from torch_bridge.implementation import Implementation, chosen
 from torch_bridge.nested import attend_nested
 from torch_bridge.operators import ops
-from torch_bridge.options import CODE, select, words_of
+from torch_bridge.options import CODE, select, words_of, words_of_choice
 
 if TYPE_CHECKING:  # some builds have none
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -76,6 +77,7 @@ class Options(TypedDict, total=False):
     context_strategy: Strategy | None
     context_order: Order | None
     deterministic: bool | None
+    implementation: Implementation | None
 
 
 @overload
@@ -139,6 +141,7 @@ def scaled_dot_product_attention(
     context_order: Order | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    implementation: Implementation | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Flash attention with fused JVPs, gradients and Hessian-vector products.
@@ -168,9 +171,9 @@ def scaled_dot_product_attention(
         last key: i + S - L replaces i.  Lengths do not change this.
       local_window_size: (left, right), or one number for both: query i sees keys i - left … i + right.  Either may be negative.
         None for one of the two means no limit on that side.
-      query_seq_lengths, key_value_seq_lengths: integers [B], B the product of N…; everything beyond is padding: such queries
-        give zeros, such keys are hidden.  Lengths below 0 count as 0, and lengths beyond the tensor as its length; a warning
-        says so if they are on a CPU.
+      query_seq_lengths, key_value_seq_lengths: integers [B], where B is the number of batch entries in N….  Everything beyond is
+        padding: such queries give zeros, such keys are hidden.  Lengths below 0 count as 0, and lengths beyond the tensor as its
+        length; a warning says so if they are on a CPU.
       query_segment_ids, key_value_segment_ids: integers [B, L] and [B, S]; a query sees the keys of its own segment.  Ids of
         dtype int64, uint32 or uint64 are sorted first.
       key_ranges: integers [B, Hq, L, R, 2]; the heads may be H or one, B may be one.  Query i sees the keys in any of the R
@@ -192,6 +195,10 @@ def scaled_dot_product_attention(
         says at the call.  False: in long sequences, where a fixed order would take more than 5% longer, the terms of the
         query's gradient are added in any order, which changes its last bits.  DTensors that several processes hold whole get
         the same bits in all of them, whatever this says.
+      implementation: None: the kernels on an NVIDIA GPU if they serve the call, else the tiled reference.  "triton": the
+        kernels; a call that they do not serve raises.  "hopper" or "portable": one family of them, for comparison.
+        "reference": the tiled reference, in PyTorch operations.  Derivatives use it too, except third derivatives, which
+        always use the reference.  :func:`use_implementation` sets it for all calls inside a model.
 
     Returns:
       [N…, Hq, L, Ev] in the dtype of `query`, in the memory order of [N…, L, Hq, Ev].  With `return_lse`, the pair of the
@@ -202,11 +209,12 @@ def scaled_dot_product_attention(
 
     Raises:
       ValueError: shapes or devices that do not fit, numbers out of range, `attn_mask` together with `is_causal`, a block mask
-        where processes share a sequence.
+        where processes share a sequence, an `implementation` that is unknown or does not serve the call.
       TypeError: dtypes that are not supported or differ, a tensor as `scale` or `dropout_p`, an `is_causal` that is not a bool.
       UserWarning: a window that hides all keys, such as (-1, -1), or that has a -1 beside another number, such as (3, -1);
         lengths on a CPU that are out of range.  No warnings where torch.compile traces.
       RuntimeError: a derivative that torch.compile or forward_ad would get wrong; the message says what to do instead.
+      NotImplementedError: an `implementation` is asked for, and one of its kernels does not fit the GPU.
 
     A call with tangents (torch.func.jvp, forward_ad) runs one kernel for the output and its tangent.  PyTorch code computes
     what the kernels do not serve, and tensors that are not on an NVIDIA GPU, in memory linear in L and S.  Two exceptions: a
@@ -226,7 +234,7 @@ def scaled_dot_product_attention(
             query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
             key_ranges=key_ranges, mask_block_size=mask_block_size, logits_soft_cap=logits_soft_cap, sinks=sinks,
             context_group=context_group, context_strategy=context_strategy, context_order=context_order, return_lse=return_lse,
-            deterministic=deterministic,
+            deterministic=deterministic, implementation=implementation,
         )  # fmt: skip
     context = context_of_call(query, context_group, context_strategy, context_order)
     if getattr(query, "is_nested", False):
@@ -239,6 +247,7 @@ def scaled_dot_product_attention(
             scaled_dot_product_attention, query, key, value, absent, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
             enable_gqa=enable_gqa, causal_alignment=causal_alignment, local_window_size=local_window_size,
             logits_soft_cap=logits_soft_cap, sinks=sinks, return_lse=return_lse, deterministic=deterministic,
+            implementation=implementation,
         )  # fmt: skip
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
@@ -278,7 +287,7 @@ def scaled_dot_product_attention(
         selection = ()
     o, log_sum_exp = attend(
         query, key, value, attn_mask, is_causal, scale, enable_gqa, options, selection, sinks, context, return_lse,
-        mask_block=mask_block, deterministic=deterministic,
+        mask_block=mask_block, deterministic=deterministic, implementation=implementation,
     )  # fmt: skip
     if context is None and not torch.compiler.is_compiling():
         for name, lengths, a in zip(SELECTORS.values(), selection[:2], (query, key), strict=False):
@@ -295,7 +304,7 @@ def context_of_call(query: Any, group: Any = None, strategy: Any = None, order: 
             if group is None:
                 return Distributed(*of_open(strategy, order))
             raise ValueError(
-                "`context_group` is for plain tensors: the placements of a DTensor say who shares its sequence"
+                "`context_group` must not be given for DTensors: their placements say which processes share the sequence"
             )
     return current(group, strategy, order)
 
@@ -337,7 +346,7 @@ def alignment_of(
     n = 1 if context is None else context.parts
     size, scores = (bias.seq_len_q, bias.seq_len_kv), (n * query.shape[-2], n * key.shape[-2])
     if size != scores:
-        raise ValueError(f"`{name}` must be of the numbers of queries and keys, {scores}: got causal_lower_right{size}")
+        raise ValueError(f"`{name}` must be made for {scores} queries and keys: got causal_lower_right{size}")
     return "lower_right"
 
 
@@ -373,6 +382,7 @@ def _with_sinks(o: Tensor, log_sum_exp: Tensor, sinks: Tensor, with_lse: bool) -
 def attend(
     query, key, value, mask, is_causal: bool, scale, enable_gqa: bool, options=(), selection=(), sinks=None,
     context=OPEN, with_lse=False, mask_name="attn_mask", mask_block=None, deterministic=None,
+    implementation=None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """(o, ℓ); ℓ may be None unless it is asked for."""
     if context is OPEN:
@@ -429,11 +439,11 @@ def attend(
             raise TypeError(f"`sinks` must be one of {', '.join(DTYPES)}: got {sinks.dtype}; cast it")
         if sinks.shape != q.shape[1:2]:
             raise ValueError(
-                f"`sinks` must have shape ({q.shape[1]},), one number a query head: got {tuple(sinks.shape)}"
+                f"`sinks` must have shape ({q.shape[1]},), one number for each query head: got {tuple(sinks.shape)}"
             )
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
-        options = (*options, "deterministic")
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    options = (*options, *words_of_choice(deterministic, chosen(implementation, q, v)))
     call = Call((q, k, v), mask, selection, bool(is_causal), options, scale, sinks, with_lse)
     o, log_sum_exp = _computed(call) if context is None else context.attend(_computed, mask_name, call)
     if whole:
@@ -489,7 +499,9 @@ def _broadcast(x, enable_gqa: bool):
         more = "" if enable_gqa else "; for groups of query heads that share a key head, pass enable_gqa=True"
         heads, lengths = {a.shape[-2] for a in x}, {a.shape[-3] for a in x if a.dim() > 2}
         if len(heads) == 1 < len(lengths) and max(heads) < min(lengths):
-            more = "; of [batch, length, heads, channels], pass the transpose(1, 2) of each, or call flash_attn_func"
+            more = (
+                "; of [batch, length, heads, head dimension], pass the transpose(1, 2) of each, or call flash_attn_func"
+            )
         raise ValueError(f"leading axes of `query`, `key` and `value` must broadcast: got {shapes}{more}") from error
     return [a.expand(*lead, *a.shape[-tail:]) for a in x]
 

@@ -25,7 +25,7 @@ def tensor_of(name: str, mask: BlockMask, scores: Sequence[int]) -> tuple[Tensor
     _refuse_mapped(name, mask.kv_num_blocks, mask.kv_indices)
     if tuple(mask.seq_lengths) != tuple(lengths) or mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, heads):
         raise ValueError(
-            f"`{name}` must be a BlockMask of shape {tuple(scores)}, or 1 in the place of the first two: got {tuple(mask.shape)}"
+            f"`{name}` must be a BlockMask of shape {tuple(scores)}, or 1 in place of the first two: got {tuple(mask.shape)}"
         )
     size = (*mask.BLOCK_SIZE,) if isinstance(mask.BLOCK_SIZE, tuple | list) else (mask.BLOCK_SIZE,) * 2
     blocks = blocks_of(lengths, size)

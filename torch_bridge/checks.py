@@ -27,7 +27,7 @@ def known(a: Tensor) -> list[int] | None:
 
 def check_number(name: str, value: Any) -> None:
     if isinstance(value, Tensor):
-        raise TypeError(f"`{name}` must be a number, which is not differentiated: got a tensor; take its `item()`")
+        raise TypeError(f"`{name}` must be a number, since it has no gradient: got a tensor; pass its `item()`")
     if type(value) not in (int, float):
         if torch.compiler.is_compiling() or isinstance(value, torch.SymInt | torch.SymFloat):
             return
@@ -54,7 +54,7 @@ def check_devices(query: Tensor, named: Iterable[tuple[str, Any]]) -> None:
         if a.device != query.device:
             raise ValueError(f"`{name}` must be on the device of `query`: got {a.device} and {query.device}")
         if a.is_nested:
-            where = " where `query` is none" if not query.is_nested else ""
+            where = " where `query` is not one" if not query.is_nested else ""
             raise ValueError(
                 f"`{name}` must not be a nested tensor{where}: call scaled_dot_product_attention with `query`, `key` and `value` "
                 "all nested, or pad it"
@@ -66,7 +66,7 @@ def check_devices(query: Tensor, named: Iterable[tuple[str, Any]]) -> None:
         ):
             must = "must not be a DTensor" if hasattr(a, "placements") else "must be a DTensor"
             raise ValueError(
-                f"`{name}` {must} where `query` is {'none' if hasattr(a, 'placements') else 'one'}: distribute both"
+                f"`{name}` {must} where `query` is {'not one' if hasattr(a, 'placements') else 'one'}: distribute both"
             )
         if a.layout != torch.strided:
             raise ValueError(f"`{name}` must not be sparse: got {a.layout}; pass its `to_dense()`")
@@ -76,7 +76,7 @@ def check_integers(name: str, a: Any, query: Tensor, count: int) -> None:
     """One for each of so many sequences."""
     check_devices(query, ((name, a),))
     if a.dim() != 1 or a.shape[0] != count:
-        raise ValueError(f"`{name}` must have shape ({count},), a number a sequence: got {tuple(a.shape)}")
+        raise ValueError(f"`{name}` must have shape ({count},), one number for each sequence: got {tuple(a.shape)}")
     if a.dtype.is_floating_point or a.dtype.is_complex or a.dtype == torch.bool:
         raise TypeError(f"`{name}` must be of integers: got {a.dtype}; cast it")
 

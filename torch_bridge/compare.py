@@ -10,17 +10,18 @@ from torch_bridge.private import inductor_config, tree_leaves
 
 
 def compare_compiled(step: Callable, *args: Any, parameters: Iterable[Tensor] = (), **options: Any) -> float:
-    """How far a compiled step is from the eager one: the largest relative error, ‖compiled - eager‖ / ‖eager‖, among the
-    tensors that step(*args) returns and the gradients of their sum with respect to `parameters`.
-
-    In float32 1e-5 is rounding, and 1e-2 a compiler's fault; infinity says that one of the two lacks a gradient.  Both
-    runs begin with the same state of PyTorch's random numbers, and draw the same.
+    """Compares a compiled training step with the eager one.
 
     Args:
-      step: returns tensors, in any nesting, such as a loss.  It runs twice, so it must not change its arguments: the
-        optimizer's step stays outside.
-      parameters: tensors that require gradients, as `model.parameters()`; those that do not are left out.
-      options: of :func:`torch.compile`, as the training uses them.
+      step: a function of `args` that returns tensors, in any nesting, such as a loss.  It runs twice, so it must not change its
+        arguments: leave the optimizer's step outside.
+      parameters: tensors that require gradients, such as `model.parameters()`.  Those that require none are left out.
+      options: the options of :func:`torch.compile` that your training uses.
+
+    Returns:
+      The largest relative error, ‖compiled - eager‖ / ‖eager‖, among the tensors that `step` returns and the gradients of their
+      sum with respect to `parameters`.  In float32, 1e-5 is rounding and 1e-2 is an error of the compiler.  Infinity means that
+      one of the two lacks a gradient.  Both runs draw the same random numbers.
 
     Raises:
       TypeError: `step` returns no tensors.

@@ -5,9 +5,8 @@ derivatives are collectives too (`exchange.py`), around attention as it is; `rin
 its derivatives (`ring.py`), of which the operators learn by a word of their options.
 """
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +27,8 @@ from jax_flash_jvp.context import (
 )
 from torch_bridge.exchange import from_first, move
 from torch_bridge.groups import Group
-from torch_bridge.options import LARGEST, drawn, drops, narrowed, parsed, words_of
+from torch_bridge.options import LARGEST, drawn, drops, narrowed, parsed, words_of_part
+from torch_bridge.scopes import Scopes, innermost, opened
 
 
 class Context(NamedTuple):
@@ -88,59 +88,41 @@ class Context(NamedTuple):
         return {"ulysses": _ulysses, "ring": _ring, "all_gather": _all_gather}[strategy](attend, group, call)
 
 
-# contexts, the innermost last, each with the thread that opened it, or None, which a compiler does not tell
-_open: list[list[Any]] = []
+_open: Scopes = []  # of contexts
 
 
-def _innermost() -> Context | None:
-    """Of those that this thread opened; where it opened none, as threads in which autograd computes, of all."""
-    if not _open:
-        return None
-    if not torch.compiler.is_compiling():
-        here = threading.get_ident()
-        for context, thread in reversed(_open):
-            if thread in (here, None):
-                return context
-    return _open[-1][0]
+def context_parallel(
+    group: Any, strategy: Strategy | None = None, order: Order = "contiguous"
+) -> AbstractContextManager[None]:
+    """A context manager.  While it is open, the processes of a group share the sequences of each attention call.
 
+    Each process passes its own part of the sequence, and gets the results of its own queries.  The derivatives work in the same
+    way.  The parts must be equal, in the order of the ranks in the group, and all processes must make the same calls.  Keys that
+    are not split, such as a text prompt, need no context: open `context_parallel(None)` around such a call.
 
-@contextlib.contextmanager
-def context_parallel(group: Any, strategy: Strategy | None = None, order: Order = "contiguous") -> Iterator[None]:
-    """While open, attention of this package takes its tensors for parts of sequences, one in each process of a group, and
-    gives the part of the result that belongs to the queries; so do its derivatives, of any mode and order that the strategy
-    has.  It holds in this thread, and in those that open none of their own, as autograd's do: keep it open over the backward of
-    a checkpointed model, which calls the model again.  A compiled function takes that which was opened last, by any thread.
-
-    The processes hold equal parts, in the order of their ranks in the group, and must call attention alike.  Keys that are not
-    cut, as of a text that a video attends to, need no context: open `context_parallel(None)` around such a call.
+    The context holds in this thread, and in threads that open none of their own, as autograd's do.  Keep it open over the
+    backward of a checkpointed model, which calls the model again.  A compiled function uses the context that was opened last, by
+    any thread.
 
     Args:
-      group: a ProcessGroup, or a DeviceMesh of one dimension, such as `mesh["context"]`; None closes an outer context.
-      strategy: "ulysses" moves heads to processes and back, four all-to-alls a call, and needs a number of key heads that the
-        size of the group divides (arXiv:2309.14509); "ring" passes keys around while it computes, two derivatives deep
-        (arXiv:2310.01889); "all_gather" gives every process all keys.  None: Ulysses where it can be, else the ring.
-      order: "contiguous", or "zigzag": of 2n equal chunks of the sequence, process i of n holds those at i and 2n - 1 - i, so
-        that causality leaves all as much to do; see :func:`reorder_zigzag`.
+      group: a ProcessGroup, or a DeviceMesh of one dimension, such as `mesh["context"]`.  None closes an outer context.
+      strategy: "ulysses" exchanges parts of the sequence for parts of the heads, by four all-to-alls a call; the size of the
+        group must divide the number of key heads (arXiv:2309.14509).  "ring" passes keys from process to process while it
+        computes, and has derivatives up to second order (arXiv:2310.01889).  "all_gather" gives all keys to every process.
+        None: Ulysses where it is possible, else the ring.
+      order: "contiguous", or "zigzag", in which a causal ring gives all processes the same work: of 2n equal chunks of the
+        sequence, process i of n holds chunks i and 2n - 1 - i.  See :func:`reorder_zigzag`.
 
     Raises:
-      ValueError: no such group, strategy or order, a group without this process.
-      TypeError: `group` is something else.
+      ValueError: an unknown strategy or order, torch.distributed is not initialized, or the group does not contain this process.
+      TypeError: `group` is not a ProcessGroup or a DeviceMesh.
     """
-    context = None if group is None else context_of("group", group, strategy, order)
-    opened = [context, None if torch.compiler.is_compiling() else threading.get_ident()]
-    _open.append(opened)
-    try:
-        yield
-    finally:
-        for i, other in enumerate(_open):  # threads close theirs in any order
-            if other is opened:
-                del _open[i]
-                break
+    return opened(_open, None if group is None else context_of("group", group, strategy, order))
 
 
 def current(group: Any, strategy: Any, order: Any) -> Context | None:
     """The context of a call, by its own arguments or the open manager; None where there is nobody to share with."""
-    context = _innermost()
+    context = innermost(_open)
     if group is not None:
         context = context_of("context_group", group, strategy, "contiguous" if order is None else order)
     elif strategy is not None or order is not None:
@@ -156,7 +138,7 @@ def current(group: Any, strategy: Any, order: Any) -> Context | None:
 
 def of_open(strategy: Any, order: Any) -> tuple[Strategy | None, Order]:
     """How a sequence is shared by those who are known otherwise: as asked, else as the open context says."""
-    context = _innermost()
+    context = innermost(_open)
     if context is not None:
         strategy, order = strategy or context.strategy, order or context.group.order
     return _strategy("context_strategy", strategy), _checked("context_order", order or "contiguous")
@@ -276,7 +258,7 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
         some = call._replace(
             x=(rows(q, 2), k, v), mask=mask if mask is None or mask.shape[2] == 1 else rows(mask, 2),
             is_causal=False, place=(0, places[0], 0),
-            words=words_of(block.window, False, problem.soft_cap, rate, deterministic=problem.deterministic),
+            words=words_of_part(problem, block.window),
         )  # fmt: skip
         if selection:
             lengths = None if of_queries is None else lengths_in(torch, of_queries.clamp(-1, LARGEST), places, size)
@@ -315,25 +297,26 @@ def _of_all_keys(group: Group, call: Call) -> Tensor | None:
 
 
 def reorder_zigzag(x: Tensor, devices: int, axis: int = 1) -> Tensor:
-    """A whole sequence in the order in which `devices` processes hold it under `order="zigzag"`: process i holds the i-th of
-    `devices` equal parts of it.  For tokens, positions, targets and segment ids alike; :func:`restore_zigzag` undoes it.
+    """A whole sequence in zig-zag order.  Under `order="zigzag"`, process i holds the i-th of `devices` equal parts of it.
+
+    Use it for tokens, positions, targets and segment ids.  :func:`restore_zigzag` undoes it.
 
     Args:
       x: a tensor with a whole sequence along `axis`.
-      devices: how many processes share it.
-      axis: that of the sequence.
+      devices: the number of processes that share the sequence.
+      axis: the axis of the sequence.
 
     Raises:
-      ValueError: the length of the sequence is no multiple of 2 · `devices`.
+      ValueError: the length of the sequence is not a multiple of 2 · `devices`.
     """
     return x.index_select(axis, _positions(x, devices, axis))
 
 
 def restore_zigzag(x: Tensor, devices: int, axis: int = 1) -> Tensor:
-    """A whole sequence in its own order, from that of :func:`reorder_zigzag`, with the same arguments.
+    """The inverse of :func:`reorder_zigzag`, with the same arguments.
 
     Raises:
-      ValueError: the length of the sequence is no multiple of 2 · `devices`.
+      ValueError: the length of the sequence is not a multiple of 2 · `devices`.
     """
     return x.index_select(axis, _positions(x, devices, axis).argsort())
 

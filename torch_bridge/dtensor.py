@@ -28,7 +28,7 @@ from torch_bridge.options import (
     pieces,
     problem_of,
     with_ranges,
-    words_of,
+    words_of_part,
 )
 from torch_bridge.private import get_unwrapped, is_functorch_wrapped_tensor
 from torch_bridge.signatures import BIASES, OPERATORS, gives_gradients, split, strides_by_length
@@ -57,7 +57,8 @@ def _kinds(q: DTensor, k: DTensor) -> list[str | None]:
         kinds.append(KINDS[pair])
     if sum(kind in ("sequence", "rows") for kind in kinds) > 1:
         raise ValueError(
-            f"`query` must be sharded along its sequence by one dimension of the mesh: got {q.placements}; flatten these of it"
+            f"`query` must be sharded along its sequence by one dimension of the mesh: got {q.placements}; flatten the mesh "
+            "dimensions that shard it into one"
         )
     for name, a in (("query", q), ("key", k)):
         for axis in range(3):
@@ -166,8 +167,7 @@ def _compute(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: An
         problem, names = problem_of(is_causal, scale, options, q)
         left, right = problem.reach(queries, keys)
         window = None if left is None else left - first, None if right is None else right + first
-        of_all = words_of(window, False, problem.soft_cap, problem.dropout_rate, deterministic=problem.deterministic)
-        words = [*of_all, *sorted(names)]
+        words = [*words_of_part(problem, window), *sorted(names)]
         is_causal = False
     if None in layout.kinds:  # some processes compute the same, which is to have the same bits
         words = [*words, "deterministic"]

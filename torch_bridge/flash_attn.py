@@ -29,11 +29,11 @@ def _in_either_order(function: Callable) -> Callable:
         if others and (others[0] is None or isinstance(others[0], Tensor | CausalBias)):
             if len(others) > len(OLDER):
                 raise TypeError(
-                    f"after a `bias` there may follow `causal` and `softmax_scale`: got {len(others) - 1} more"
+                    f"only `causal` and `softmax_scale` may follow a `bias` by position: got {len(others) - 1} arguments"
                 )
             given = dict(zip(OLDER, others, strict=False), causal_alignment="upper_left")
             for name in given.keys() & named.keys():
-                raise TypeError(f"`{name}` must not be given twice, by its place and by its name")
+                raise TypeError(f"`{name}` must not be given twice, by position and by name")
             return function(*tensors, **given, **named)
         return function(*args, **named)
 
@@ -101,18 +101,18 @@ def flash_attn_func(
     for name, a in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, a)
         if a.dim() != 4:
-            raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
+            raise ValueError(f"`{name}` must have shape [batch, length, heads, head dimension]: got {tuple(a.shape)}")
     context = context_of_call(q)
     check_flag("causal", causal)
     check_flag("deterministic", deterministic)
     check_flag("return_attn_probs", return_attn_probs)
     if isinstance(dropout_p, bool):
-        raise TypeError(f"`dropout_p` must be a number: got {dropout_p}; causality is asked for by causal=True")
+        raise TypeError(f"`dropout_p` must be a number: got {dropout_p}; for causality pass causal=True")
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale)
     if alibi_slopes is not None:
         raise ValueError(
-            "`alibi_slopes` are not served: add slope * (key's place - query's) as a `bias` [1, heads, L, S]"
+            "`alibi_slopes` are not served: add slope * (position of the key - that of the query) as a `bias` [1, heads, L, S]"
         )
     if bias is not None:
         check_tensor("bias", bias)
@@ -220,7 +220,7 @@ def unpacked(name: str, packed: Tensor, count: int, lead: Sequence[str] = ("batc
     check_tensor(name, packed)
     if packed.dim() != len(lead) + 3 or packed.shape[len(lead)] != count:
         raise ValueError(
-            f"`{name}` must have shape [{', '.join(lead)}, {count}, heads, channels]: got {tuple(packed.shape)}"
+            f"`{name}` must have shape [{', '.join(lead)}, {count}, heads, head dimension]: got {tuple(packed.shape)}"
         )
     return packed.unbind(len(lead))
 

@@ -14,7 +14,7 @@ UNSERVED = {
     "rotary_sin": "rotate `q` and `k` before the call",
     "cache_leftpad": "pass the cache without the padding, or `key_ranges` to scaled_dot_product_attention",
     "block_table": "gather the pages of each sequence, as in k_cache[block_table].flatten(1, 2)",
-    "alibi_slopes": "pass slope * (key's place - query's) as the `bias` of flash_attn_func",
+    "alibi_slopes": "pass slope * (position of the key - that of the query) as the `bias` of flash_attn_func",
 }
 
 
@@ -39,30 +39,33 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q [B, L, Hq, E] to a cache, k_cache [Bc, S, H, E] and v_cache [Bc, S, H, Ev], with the arguments of the
-    flash-attn package.  `k` and `v`, if given, are written to the cache first, in place, from `cache_seqlens` on.
+    """Attention to a cache of keys and values, with the arguments of the flash-attn package.
+
+    q is [B, L, Hq, E], k_cache [Bc, S, H, E] and v_cache [Bc, S, H, Ev].  If `k` and `v` are given, they are first written to the
+    cache in place, from `cache_seqlens` on.
 
     Args:
-      k, v: [B, new, H, E] and [B, new, H, Ev], to append; None: nothing.
-      cache_seqlens: how many keys each sequence has in the cache, without the new ones: an integer, or integers [B]; what lies
-        behind may be anything.  None: S, where nothing is appended.
-      cache_batch_idx: integers [B], which entries of the cache the sequences have, each another one; None: all, in their order.
-      causal, window_size: count from the lower right: the last query sees the last key; -1 does not limit a side.
+      k, v: [B, new, H, E] and [B, new, H, Ev], to append.  None: nothing.
+      cache_seqlens: how many keys each sequence has in the cache, without the new ones: an integer, or integers [B].  The cache
+        behind them may hold anything.  None: S; then nothing can be appended.
+      cache_batch_idx: integers [B], the cache entry of each sequence, all different.  None: all entries, in their order.
+      causal, window_size: count from the lower right corner: the last query sees the last key.  -1 means no limit on that side.
       softmax_scale, softcap: as in :func:`torch_bridge.flash_attn_func`.
-      rotary_cos, rotary_sin, cache_leftpad, block_table, alibi_slopes: not served.
+      rotary_cos, rotary_sin, cache_leftpad, block_table, alibi_slopes: not served; must be None.
       rotary_interleaved, num_splits: without effect.
       return_softmax_lse: also return the log-sum-exp of the scores, [B, Hq, L].
 
     Returns:
-      [B, L, Hq, Ev] in the dtype of `q`; with `return_softmax_lse`, a pair of it and of the log-sum-exp.  Both have every
-      derivative in `q`, `k`, `v` and the cache.  Autograd sees that the cache was written to: a backward through an earlier call,
-      which would need what was there, raises a RuntimeError.  In a transform of torch.func the cache must be an argument of the
-      function, or a copy made in it.
+      [B, L, Hq, Ev] in the dtype of `q`.  With `return_softmax_lse`, the pair of the output and the log-sum-exp.  Both have every
+      derivative with respect to `q`, `k`, `v` and the cache.  A backward through an earlier call raises a RuntimeError, since it
+      needs values that were overwritten.  In a transform of torch.func, the cache must be an argument of the function, or a copy
+      made in it.
 
     Raises:
-      ValueError: shapes or devices that do not fit, numbers out of range, an argument that is not served, new keys that the cache
-        has no place for, where their number is known (on a GPU, PyTorch's assertion), an open :func:`context_parallel`.
-      TypeError: dtypes that differ or are not supported, and as of :func:`torch_bridge.flash_attn_func`.
+      ValueError: shapes or devices that do not fit, numbers out of range, an argument that is not served, an open
+        :func:`context_parallel`.  Also new keys for which the cache has no room, if their number is known; on a GPU PyTorch's
+        assertion fails.
+      TypeError: dtypes that differ or are not supported; also as in :func:`torch_bridge.flash_attn_func`.
     """
     tensors = q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx
     if has_torch_function(tensors):
@@ -85,7 +88,7 @@ def flash_attn_with_kvcache(
     for name, a in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, a)
         if a.dim() != 4:
-            raise ValueError(f"`{name}` must have shape [batch, length, heads, channels]: got {tuple(a.shape)}")
+            raise ValueError(f"`{name}` must have shape [batch, length, heads, head dimension]: got {tuple(a.shape)}")
     if context_of_call(q) is not None:
         raise ValueError(
             "`k_cache` does not go with a context: call this in context_parallel(None), with the whole cache"
@@ -93,7 +96,7 @@ def flash_attn_with_kvcache(
     batch, queries, places = q.shape[0], q.shape[1], k_cache.shape[1]
     if v_cache.shape[:3] != k_cache.shape[:3] or (cache_batch_idx is None and k_cache.shape[0] != batch):
         raise ValueError(
-            "`k_cache` and `v_cache` must have as many entries, places and heads, and an entry for each of the "
+            "`k_cache` and `v_cache` must have as many entries, positions and heads, and an entry for each of the "
             f"{batch} sequences of `q` or a `cache_batch_idx`: got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     lengths = cache_seqlens
@@ -145,7 +148,7 @@ def _append(
     numbers = known(lengths)
     if numbers and not 0 <= min(numbers) <= max(numbers) <= k_cache.shape[1] - count:
         raise ValueError(
-            f"`k_cache` must have places for {count} new keys behind those of `cache_seqlens`: got {k_cache.shape[1]} places "
+            f"`k_cache` must have room for {count} new keys behind those of `cache_seqlens`: got {k_cache.shape[1]} positions "
             f"and {min(numbers)} to {max(numbers)} keys"
         )
     rows = torch.arange(batch, device=q.device) if entries is None else entries

@@ -31,6 +31,7 @@ OTHERWISE = (
     StopIteration,
     TypeError,
 )  # where Triton's launcher is not as expected
+STRIDES = "tensors whose strides or addresses are not multiples of 16 bytes"
 
 
 class TorchLauncher:
@@ -102,7 +103,7 @@ def _properties(device: torch.device) -> tuple[int, int, bool]:
     target = 10 * properties.major + properties.minor
     descriptors = target == 90 and _tensor_descriptor() is not None
     if target == 90 and not descriptors:
-        logger.warning("the portable kernels alone run: Triton lacks the descriptors that those for Hopper take")
+        logger.warning("only the portable kernels run: Triton lacks the descriptors that the Hopper kernels take")
     return target, properties.multi_processor_count, descriptors
 
 
@@ -123,10 +124,12 @@ def planned(name: str, args) -> tuple[torch.Tensor | None, ...] | None:
         return None
     with _on(args[0].device):
         try:
-            return plans.follow(plan, args, addresses)
+            results = plans.follow(plan, args, addresses)
         except OTHERWISE as error:  # of what it began nobody has heard
             plans.stop(error)
             return None
+    logger.debug("attention %s: the kernels of an earlier call that looked the same", name)
+    return results
 
 
 def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor | None, ...] | None:
@@ -136,6 +139,8 @@ def computed(name: str, args, groups, case: Case) -> tuple[torch.Tensor | None, 
         try:
             results = run(launcher, name, case, **groups)
         except NotImplementedError as error:
+            if case.problem.implementation is not None:
+                raise
             logger.debug("attention %s: %s; the reference computes it", name, error)
             return None
         plans.keep(plans.look(name, args, case.problem.precision)[0], plans.made(args, launcher.launched, results))
@@ -242,9 +247,9 @@ def run(launcher, name, case, x, tx=(None,) * 4, y=None, ty=None, cy=(None,) * 2
     )
     through_descriptors = (*x[:3], *t_x[:3], cy[0], tcy[0], y and y[0], ty and ty[0])
     if any(a is not None and not _describable(a) for a in through_descriptors):
-        logger.debug(
-            "attention %s: TMA does not serve tensors whose strides or addresses are no multiples of 16 bytes", name
-        )
+        if problem.implementation == "hopper":
+            raise ValueError(f"`implementation`='hopper' does not serve {STRIDES}; pass copies, or ask for 'triton'")
+        logger.debug("attention %s: TMA does not serve %s", name, STRIDES)
         problem = dataclasses.replace(problem, implementation="portable")
     if name.startswith("forward"):
         o, lse, t_o, mu = jobs.forward(launcher, problem, x, t_x)

@@ -42,8 +42,8 @@ def _packed(
     for name, a in x.items():
         if ragged != 2 or a.dim() != 4:
             raise ValueError(
-                f"`{name}` must have shape [batch, heads, ragged length, channels]: got {a.dim()} axes, the ragged one at "
-                f"{ragged}; of [batch, ragged length, heads, channels] pass the transpose(1, 2)"
+                f"`{name}` must have shape [batch, heads, ragged length, head dimension]: got {a.dim()} axes, the ragged one at "
+                f"{ragged}; of [batch, ragged length, heads, head dimension] pass the transpose(1, 2)"
             )
     check_flag("is_causal", is_causal)
     window = window_of(local_window_size)
@@ -75,7 +75,7 @@ def _ragged_axis(x: dict[str, Any]) -> int:
         if a.layout != torch.jagged:
             got = "a nested tensor of strided layout" if a.is_nested else "a dense tensor"
             raise ValueError(
-                f"`{name}` must be a nested tensor of the jagged layout, as all three or none: got {got}; "
+                f"`{name}` must be a nested tensor of the jagged layout, like the other two: got {got}; "
                 "torch.nested.as_nested_tensor(…, layout=torch.jagged) makes one"
             )
     axes = [a._ragged_idx for a in x.values()]  # private

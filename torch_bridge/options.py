@@ -1,10 +1,10 @@
 """What an operator is told besides its tensors: an `options` string, and a selection, one tensor of integers.
 
 Operators take no records, so that options are words: left=N, right=N, lower_right, soft_cap=C, dropout=RATE,
-mask_block=QUERIESxKEYS, the names of what counts in the selection (key_ranges=HEADSxRANGES), deterministic, ring=GROUP where
-tensors are parts of a sequence (`ring.py`), partial of the pairs of these, and code=…, which says nothing to them: PyTorch keeps
-compiled programs on disk, gradients included, by the names and arguments of their operators, and would use those of another
-version of this package.
+mask_block=QUERIESxKEYS, the names of what counts in the selection (key_ranges=HEADSxRANGES), deterministic, implementation=NAME,
+ring=GROUP where tensors are parts of a sequence (`ring.py`), partial of the pairs of these, and code=…, which says nothing to
+them: PyTorch keeps compiled programs on disk, gradients included, by the names and arguments of their operators, and would use
+those of another version of this package.
 
 A selection is int32 [B, 7 + T + S + 2 H T R]: the lengths of queries and keys, a seed of two numbers and three places, see
 `problem.py`, the segments of queries and keys, and, where there are any, the ranges of keys.  In a ring, lengths are of the whole
@@ -15,11 +15,12 @@ import functools
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from jax_flash_jvp.problem import SELECTORS, Operands, Precision, Problem
+from jax_flash_jvp.problem import SELECTORS, Implementation, Operands, Precision, Problem
 from torch_bridge.plans import precision_of
 from torch_bridge.reference import Case
 
@@ -45,8 +46,6 @@ def words_of(
     soft_cap: float | None,
     dropout_rate: float,
     mask_block: tuple[int, int] | None = None,
-    *,
-    deterministic: bool = False,
 ) -> tuple[str, ...]:
     left, right = window or (None, None)
     words = [f"left={left}"] if left is not None else []
@@ -55,8 +54,20 @@ def words_of(
     words += [f"soft_cap={soft_cap!r}"] if soft_cap is not None else []
     words += [f"mask_block={mask_block[0]}x{mask_block[1]}"] if mask_block is not None else []
     words += [f"dropout={dropout_rate!r}"] if 0 < dropout_rate < 1 else []
-    words += ["deterministic"] if deterministic else []
     return tuple(words)
+
+
+def words_of_choice(deterministic: bool, implementation: str | None) -> tuple[str, ...]:
+    """Of how a call is computed, whatever it computes."""
+    words = ["deterministic"] if deterministic else []
+    words += [f"implementation={implementation}"] if implementation is not None else []
+    return tuple(words)
+
+
+def words_of_part(problem: Problem, window: tuple[int | None, int | None] | None = None) -> tuple[str, ...]:
+    """Of a part of a call: causality and windows are another's there, mask blocks there are none."""
+    words = words_of(window, False, problem.soft_cap, problem.dropout_rate)
+    return (*words, *words_of_choice(problem.deterministic, problem.implementation))
 
 
 def drops(words: Iterable[str]) -> bool:
@@ -142,6 +153,7 @@ def parsed(
         mask_block=_pair(words, "mask_block"),
         precision=precision,
         deterministic="deterministic" in words,
+        implementation=cast(Implementation | None, words.get("implementation")),
     )
     return problem, frozenset(words) & {*SELECTED}
 

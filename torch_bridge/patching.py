@@ -60,29 +60,31 @@ class _Patch:
 
 @contextlib.contextmanager
 def patch(*, modules: bool = True) -> Iterator[None]:
-    """While open, this package's function is `scaled_dot_product_attention` in :mod:`torch.nn.functional`, and in every
-    loaded module that imported it from there, under whatever name, for all threads; where several overlap, until the last
-    is closed.
+    """A context manager.  While it is open, this package's function replaces PyTorch's `scaled_dot_product_attention`.
 
-    Open it before a compiled model is first called, and keep it open over the backward of a checkpointed one, which calls the
-    model again.  The fast path of PyTorch's own layers (torch.backends.mha), which has no derivatives, is closed meanwhile.
-    Modules that import the function while it is open keep this package's.
+    It replaces the function in :mod:`torch.nn.functional`, and in every loaded module that imported it from there, under any
+    name, for all threads.  If several `patch` contexts overlap, it stays replaced until the last one is closed.
+
+    Open it before a compiled model is first called.  Keep it open over the backward of a checkpointed model, which calls the
+    model again.  Meanwhile the fast path of PyTorch's own layers (torch.backends.mha), which has no derivatives, is off.
+    A module that imports the function while the context is open keeps this package's.
 
     Args:
-      modules: also put functions that write out their tangents in the place of `linear`, `conv1d` to `conv3d`, their transposes,
-        `layer_norm`, `group_norm`, `instance_norm`, `batch_norm` and `glu` of :mod:`torch.nn.functional`.  Without them norms
-        with weights do not compile in a JVP, a gradient through the JVP of `layer_norm` or `instance_norm` is wrong, and a linear
-        layer takes a product of matrices too many.  `make_dual` of :mod:`torch.autograd.forward_ad`, which torch.func.jvp calls,
-        copies its primal where it is compiled.  Where no forward-mode level is open, all of them are PyTorch's.  What trains in
-        place, as `batch_norm` does outside eval, is left to PyTorch.
+      modules: also replace `linear`, `conv1d` to `conv3d`, their transposes, `layer_norm`, `group_norm`, `instance_norm`,
+        `batch_norm` and `glu` of :mod:`torch.nn.functional` inside a JVP, by functions that write out their tangents.  Without
+        these, norms with weights do not compile in a JVP, a gradient through the JVP of `layer_norm` or `instance_norm` is
+        wrong, and a linear layer runs one matmul too many.  Also, in compiled code, `make_dual` of
+        :mod:`torch.autograd.forward_ad`, which torch.func.jvp calls, copies its primal.  Outside a forward-mode level, and for
+        layers that change their state, as `batch_norm` does in training, PyTorch's functions run.
 
-    Out of reach are classes, closures and defaults of arguments that hold a function; torch.nn.MultiheadAttention with
-    need_weights=True, its default, which never calls attention; and what torch.jit.script compiles, which calls PyTorch's.
+    It does not reach functions held by classes, closures or default arguments; torch.nn.MultiheadAttention with
+    need_weights=True, its default, which never calls attention; and code compiled by torch.jit.script.
 
     Raises:
-      TypeError: `modules` is no bool.
-      ValueError, TypeError, RuntimeError: not where it is opened, but in calls meanwhile, which raise what
-        :func:`torch_bridge.scaled_dot_product_attention` raises, as where `attn_mask` and `is_causal` are given together.
+      TypeError: `modules` is not a bool.
+
+    Calls inside raise what :func:`torch_bridge.scaled_dot_product_attention` raises, for example if `attn_mask` and `is_causal`
+    are given together.
     """
     check_flag("modules", modules)
     functions = [_Patch.attention, *([_Patch.modules] if modules else ())]

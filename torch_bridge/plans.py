@@ -101,7 +101,7 @@ def stop(error: Exception) -> None:
     """Triton launches kernels in another way than plans do: from now on it launches those of every call."""
     if _Kept.plans:
         logger.warning(
-            "every call of attention is prepared anew, which takes its host longer: Triton %s launches kernels otherwise than "
+            "every call of attention is prepared anew, which takes more CPU time: Triton %s does not launch kernels as "
             "%s do: %r", version("triton"), SUPPORTED["triton"], error,
         )  # fmt: skip
     _Kept.plans = False

@@ -29,6 +29,7 @@ from torch_bridge.options import (
     problem_of,
     with_ranges,
     words_of,
+    words_of_part,
 )
 from torch_bridge.signatures import BIASES, OPERATORS, allocate, gives_gradients, split, wide
 
@@ -91,8 +92,7 @@ class _Call:
             group.order, n, self.queries, self.keys, *problem.reach(n * self.queries, n * self.keys), apart=apart
         )
         self.steps = [step for step in range(n) if any(self.plan.blocks(device, step) for device in range(n))] or [0]
-        words = words_of(None, False, problem.soft_cap, problem.dropout_rate, deterministic=problem.deterministic)
-        self.words = (*words, *sorted(self.names), "partial")
+        self.words = (*words_of_part(problem), *sorted(self.names), "partial")
         self.mask_travels = (
             self.mask is not None and self.mask.shape[ROWS] == 1 and self.mask.shape[COLUMNS] == self.keys > 1
         )

@@ -16,6 +16,7 @@ level's problem.  So a rule never reasons about nesting, and Dynamo, to whom an 
 One convention holds throughout: y and ty are functions of x and tx, and get no cotangents.
 """
 
+import logging
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ from torch_bridge.options import case_of
 from torch_bridge.private import BelowAutograd, make_dual, unpack_dual
 from torch_bridge.signatures import split
 
+logger = logging.getLogger(__name__)
 NONE = (None,) * 4
 _NEITHER = None, None
 # the keys that a thread includes while no mode, level or tracer is active, and while levels of torch.func alone are
@@ -248,10 +250,15 @@ def _dual(x, tx, static, kept=(), below=_below):
     return _record(pullback, below("forward_dual", *x, *tx, *static), (*x, *tx), kept)
 
 
+def _say_reference(name):
+    logger.debug("attention %s: the reference alone computes this derivative of it", name)
+
+
 def _forward_dual(*args, below=_below):
     x, tx, static = split("forward_dual", args)
     (px, dx), (ptx, dtx) = _unpack(x), _unpack(tx)
     if _some(dx):
+        _say_reference("forward_dual")
         return reference.forward_dual(x, tx, case_of(x[0], x[1], *static))
     if _some(dtx):
         y, ty = _halves(_dual(px, ptx, static))
@@ -263,6 +270,7 @@ def _tangent(*args, below=_below):
     x, y, tx, static = split("tangent", args)
     (px, dx), (ptx, dtx), (py, _) = _unpack(x), _unpack(tx), _unpack(y)
     if _some(dx):
+        _say_reference("tangent")
         return _halves(reference.forward_dual(x, tx, case_of(x[0], x[1], *static)))[1]
     if _some(dtx):
         return _pack(ops.tangent(*px, *py, *ptx, *static), ops.tangent(*px, *py, *dtx, *static), tx)
@@ -311,6 +319,7 @@ def _backward_dual(*args, below=_below):
     inputs, (q, k, _, _) = (*x, *tx, *cy, *tcy), x
     case = partial(case_of, q, k, *static)
     if _some(_unpack(inputs)[1]):
+        _say_reference("backward_dual")
         results = reference.backward_dual(x, tx, cy, tcy, case(), want)
         absent = lambda like, wanted: torch.zeros_like(like) if wanted else q.new_empty(0)
         of_each = zip(results, (*x, *x), want, strict=True)
@@ -318,6 +327,7 @@ def _backward_dual(*args, below=_below):
 
     def pullback(inputs, outputs, kept, cotangents, wanted):
         cotangents = [c if w else None for c, w in zip(cotangents, want, strict=True)]
+        _say_reference("backward_dual")
         return reference.backward_dual_vjp(inputs, cotangents, case(), want, _differentiable(inputs, wanted))
 
     return _record(pullback, below("backward_dual", *args), inputs)

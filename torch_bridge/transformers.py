@@ -135,12 +135,10 @@ def attention(
     """Attention of [B, H, L, E], as a contiguous [B, L, H, Ev], and no weights."""
     if others.get("output_attentions"):
         raise ValueError(
-            "`output_attentions`: the kernels never form the weights; set `attn_implementation` to 'eager'"
+            "`output_attentions` is not served: the kernels never form the weights; set `attn_implementation` to 'eager'"
         )
     if others.get("block_table") is not None:
-        raise ValueError(
-            "`block_table`: paged caches are not served: generate without continuous batching, or with 'sdpa'"
-        )
+        raise ValueError("`block_table` is not served: generate without continuous batching, or with 'sdpa'")
     queries, keys = query.shape[2], key.shape[2]
     if is_causal is None:  # of layers that do not say, those that are causal are told by `mask`, but in a static cache
         is_causal = getattr(module, "is_causal", attention_mask is not None or keys > queries)
@@ -165,7 +163,7 @@ def attention(
         if causal and queries != keys:
             raise ValueError(
                 f"`cu_seq_lens_q` and `cu_seq_lens_k` of {queries} queries and {keys} keys: causal packed sequences are served "
-                "without a cache"
+                "only without a cache"
             )
         documents, lengths = _documents(cu_seq_lens_q, query)
         key_documents, key_lengths = documents, lengths

@@ -139,7 +139,7 @@ def flash_attn_varlen_func(
                 if a.dim() == 4
                 else ""
             )
-            raise ValueError(f"`{name}` must have shape [tokens, heads, channels]: got {tuple(a.shape)}{hint}")
+            raise ValueError(f"`{name}` must have shape [tokens, heads, head dimension]: got {tuple(a.shape)}{hint}")
     check_flag("causal", causal)
     check_flag("deterministic", deterministic)
     check_flag("return_attn_probs", return_attn_probs)

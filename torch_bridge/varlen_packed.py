@@ -22,11 +22,11 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_varlen_func` of qkv [total, 3, H, E], which is not copied.
+    """:func:`flash_attn_varlen_func` of qkv [total, 3, H, E].  The packed tensor is not copied.
 
     Raises:
-      ValueError: `qkv` is not of this shape; and what :func:`flash_attn_varlen_func` raises.
-      TypeError: `qkv` is no tensor; and what :func:`flash_attn_varlen_func` raises.
+      ValueError: `qkv` has another shape; also as in :func:`flash_attn_varlen_func`.
+      TypeError: `qkv` is not a tensor; also as in :func:`flash_attn_varlen_func`.
     """
     named: dict[str, Any] = dict(
         dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
@@ -55,11 +55,11 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_varlen_func` of q [total, Hq, E] and kv [total of keys, 2, H, E], which is not copied.
+    """:func:`flash_attn_varlen_func` of q [total, Hq, E] and kv [total of keys, 2, H, E].  The packed tensor is not copied.
 
     Raises:
-      ValueError: `kv` is not of this shape; and what :func:`flash_attn_varlen_func` raises.
-      TypeError: `kv` is no tensor; and what :func:`flash_attn_varlen_func` raises.
+      ValueError: `kv` has another shape; also as in :func:`flash_attn_varlen_func`.
+      TypeError: `kv` is not a tensor; also as in :func:`flash_attn_varlen_func`.
     """
     named: dict[str, Any] = dict(
         dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,

@@ -475,7 +475,8 @@ def test_heads_that_the_kernels_do_not_serve(caplog):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
     assert (
-        "do not serve heads of 264 channels in `query`, but of 1 to 256; the tiled reference computes it" in caplog.text
+        "do not serve a head dimension of 264 in `query` (1 to 256 are served); the tiled reference computes it"
+        in caplog.text
     )
 
 

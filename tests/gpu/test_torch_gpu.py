@@ -430,6 +430,40 @@ def test_behind_the_last_packed_sequence_anything_may_stand(seed, causal, family
         torch.testing.assert_close(a[: len(b)] / scale, b / scale, rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "hopper", "portable", "reference"])
+def test_implementations(implementation, caplog):
+    """By argument and by the open context, which a compiled step sees too."""
+    if implementation == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    q, t_q = (torch.randn(2, 8, 1030, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    step = lambda q, **named: jvp(lambda q: sdpa(q, q, q, **named), (q,), (t_q,))
+    want = step(q)
+    for named, scope in ((dict(implementation=implementation), None), ({}, implementation)):
+        for run in (step, torch.compile(step)):
+            plans.plans.clear()
+            caplog.clear()
+            with (
+                torch_bridge.use_implementation(scope),
+                caplog.at_level("DEBUG", "jax_flash_jvp"),
+                caplog.at_level("DEBUG", "torch_bridge"),
+            ):
+                for a, b in zip(run(q, **named), want, strict=True):
+                    torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
+            families = {"hopper": ("Hopper",), "portable": ("portable",), "triton": ("Hopper", "portable")}
+            ran = {family for family in ("Hopper", "portable") if f"the {family} kernels run" in caplog.text}
+            assert ran <= {*families.get(implementation, ())}
+            assert bool(ran) == (implementation != "reference")
+            assert ("it is asked for" in caplog.text) == (implementation == "reference")
+
+
+def test_hopper_kernels_that_are_asked_for_refuse_strides():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    q = torch.randn(1, 2, 128, 65, device="cuda", dtype=torch.bfloat16)[..., :64]
+    with pytest.raises(ValueError, match="'hopper' does not serve tensors whose strides"):
+        sdpa(q, q, q, implementation="hopper")
+
+
 def test_the_log_says_which_kernels_run_and_the_counter_what_they_compute(caplog):
     q = torch.randn(1, 2, 1030, 64, device="cuda", dtype=torch.bfloat16)
     plans.plans.clear()
@@ -441,3 +475,7 @@ def test_the_log_says_which_kernels_run_and_the_counter_what_they_compute(caplog
         with FlopCounterMode(display=False) as counter:
             jvp(sdpa, (q, q, q), (q, q, q))
         assert counter.get_total_flops() == 6 * 2 * 2 * 1030 * 1030 * 64
+    caplog.clear()
+    with caplog.at_level("DEBUG", "torch_bridge"):
+        jvp(sdpa, (q, q, q), (q, q, q))
+    assert "the kernels of an earlier call that looked the same" in caplog.text

@@ -201,7 +201,7 @@ def test_heads_that_are_too_wide_for_the_kernels(arguments, caplog):
 
     for got, expected in zip(derivatives(wide, wide), derivatives(few, few), strict=True):
         np.testing.assert_allclose(got[..., : expected.shape[-1]], expected, rtol=2e-4, atol=2e-4)
-    reason = "heads of 280 channels in `query`, but of 1 to 256"
+    reason = "a head dimension of 280 in `query` (1 to 256 are served)"
     with pytest.raises(
         ValueError, match=re.escape(f"'interpret' does not serve {reason}; leave `implementation` None")
     ):
@@ -266,7 +266,7 @@ def test_indices_beyond_int32():
 @pytest.mark.parametrize("window", [dict(local_window_size=(-1, -1)), dict(local_window_size=(-1, 4), is_causal=True)])
 def test_a_window_without_keys_is_told_of(window):
     with pytest.warns(
-        UserWarning, match="hides every key from every query: .*None, not -1, is for a side without"
+        UserWarning, match="hides every key from every query: .*for no limit on a side pass None"
     ) as told:
         assert not dot_product_attention(*float32(QUERY, KEY, VALUE), **window).any()
     assert told[0].filename == __file__
@@ -286,7 +286,7 @@ def test_a_window_with_a_limit_of_less_one_is_told_of(window, keys):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         dot_product_attention(*float32(QUERY, KEY, VALUE), **window)
-    text = f"shows query i the keys {keys} alone; None, not -1, is for a side without a limit"
+    text = f"shows query i only the keys {keys}; for no limit on a side pass None, not -1"
     assert [text in str(warning.message) for warning in told] == ([True] if keys else [])
 
 
@@ -309,7 +309,7 @@ def test_lengths_out_of_range_are_told_of(make):
 def test_a_mask_for_batch_entries_or_heads():
     x = float32(QUERY[:, :, :B], KEY, VALUE)
     with pytest.warns(
-        UserWarning, match=r"`mask` of three axes is taken as one for each head, .*`mask\[None\]` to say so"
+        UserWarning, match=r"`mask` of three axes means one for each head, .*`mask\[None\]` if that is meant"
     ):
         by_head = dot_product_attention(*x, mask=MASK[0, :B])
     with warnings.catch_warnings(action="error"):
@@ -378,7 +378,7 @@ def changed(**arrays):
 ERRORS = {
     "none": (changed(key=None), TypeError, "`key` must be an array: got None"),
     "set": (changed(query={1}), TypeError, "`query` must be an array: got set"),
-    "rank": (changed(value=(S, K, H)), ValueError, "all have shape [batch, length, heads, channels] or all [length, "),
+    "rank": (changed(value=(S, K, H)), ValueError, "all have shape [batch, length, heads, head dimension] or all [length, "),
     "rank-2": (changed(query=(T, H), key=(S, H), value=(S, H)), ValueError, "got query of shape (5, 8)"),
     "batch": (changed(key=(3, S, K, H), value=(3, S, K, H)), ValueError, "the same batch size: got 2, 3 and 3"),
     "length": (changed(value=(B, 6, K, H)), ValueError, "must be as long as `key`: got 6 rows in value and 7 in key"),
@@ -395,7 +395,7 @@ ERRORS = {
     "mask-float": (changed(mask=(T, S)), TypeError, "pass an additive mask as `bias`"),
     "bias-shape": (changed(bias=(B, N, S, T)), ValueError, "= (2, 4, 5, 7), or have the 2 heads of `key`: got (2, 4, 7, 5)"),
     "bias-rank": (changed(bias=(1, B, N, T, S)), ValueError, "`bias` must have at most four dimensions"),
-    "mask-batch": (changed(mask=jnp.ones((3, T, S), bool)), ValueError, "entry is `mask[:, None]`"),
+    "mask-batch": (changed(mask=jnp.ones((3, T, S), bool)), ValueError, "entry pass `mask[:, None]`"),
     "mask-group": (changed(mask=jnp.ones((B, 3, T, S), bool)), ValueError, "`mask` must broadcast to (batch,"),
     "mask-of-padding": (
         changed(mask=jnp.ones((B, S), bool)), ValueError,
@@ -427,7 +427,7 @@ ERRORS = {
     ),
     "segments-shape": (
         changed(query_segment_ids=jnp.zeros((B, T), jnp.int32), key_value_segment_ids=jnp.zeros((B, T), jnp.int32)),
-        ValueError, "`key_value_segment_ids` must have shape (2, 7), one segment a key: got (2, 5)",
+        ValueError, "`key_value_segment_ids` must have shape (2, 7), one segment for each key: got (2, 5)",
     ),
     "segments-dtype": (
         changed(query_segment_ids=jnp.zeros((B, T)), key_value_segment_ids=jnp.zeros((B, S), jnp.int32)),
@@ -438,16 +438,16 @@ ERRORS = {
         "`logits_soft_cap` must be positive and at least 1e-30: got -1.0; leave it None",
     ),
     "tiny soft-cap": (changed(logits_soft_cap=1e-39), ValueError, "`logits_soft_cap` must be positive and at least"),
-    "sinks-shape": (changed(sinks=jnp.zeros(K)), ValueError, "`sinks` must have shape (4,), one number a query head: got"),
+    "sinks-shape": (changed(sinks=jnp.zeros(K)), ValueError, "`sinks` must have shape (4,), one number for each query head: got"),
     "segments-of-two-dtypes": (
         changed(query_segment_ids=jnp.zeros((B, T), jnp.uint32), key_value_segment_ids=jnp.zeros((B, S), jnp.int32)),
         TypeError, "must fit one dtype: got uint32 and int32; cast one of them",
     ),
     "length-too-large": (
-        changed(key_value_seq_lengths=[1, 2**40]), ValueError, "`key_value_seq_lengths` must fit int32, or `jax_enable_x64`"
+        changed(key_value_seq_lengths=[1, 2**40]), ValueError, "`key_value_seq_lengths` must fit int32 unless"
     ),
     "length-far-too-large": (
-        changed(query_seq_lengths=np.array([1, 2**63], np.uint64)), ValueError, "`query_seq_lengths` must fit uint32, or"
+        changed(query_seq_lengths=np.array([1, 2**63], np.uint64)), ValueError, "`query_seq_lengths` must fit uint32 unless"
     ),
     "another-name": (changed(sm_scale=0.5), TypeError, "keyword argument 'sm_scale': did you mean `scale`?"),
     "of-flax": (changed(dtype="bfloat16"), TypeError, "'dtype': did you mean `jax_flash_jvp.flax.attention_fn`?"),
@@ -455,7 +455,7 @@ ERRORS = {
     "dropout-rate": (changed(dropout_rate=1.1), ValueError, "`dropout_rate` must be between 0 and 1: got 1.1"),
     "dropout-key": (changed(dropout_rate=0.5), ValueError, "`dropout_key` must be given where `dropout_rate` is above 0"),
     "dropout-key-alone": (
-        changed(dropout_key=jax.random.key(0)), ValueError, "a `dropout_key` drops nothing without a `dropout_rate`: give a rate"
+        changed(dropout_key=jax.random.key(0)), ValueError, "`dropout_key` has no effect without a `dropout_rate`: pass a rate"
     ),
     "dropout-key-type": (
         changed(dropout_rate=0.5, dropout_key="seed"), TypeError,
@@ -677,7 +677,7 @@ def test_nothing_leaks_while_it_is_traced(case):
 def test_float64_from_elsewhere():
     with jax.enable_x64(True):
         q = jnp.ones((1, 5, 2, 4), "float64")
-    with pytest.raises(TypeError, match="`query` is float64, which needs `jax_enable_x64`"):
+    with pytest.raises(TypeError, match="`query` is float64: set `jax_enable_x64`"):
         dot_product_attention(q, q, q)
 
 

@@ -633,16 +633,18 @@ def test_bad_arguments_are_named():
     ids = jnp.zeros((2, 16), jnp.int32)
     whole = [("query_segment_ids", PartitionSpec()), ("key_value_segment_ids", SHARD)]
     refused(
-        r"`query_segment_ids` must have shape \(2, 8\), one segment a query: got \(2, 16\)",
+        r"`query_segment_ids` must have shape \(2, 8\), one segment for each query: got \(2, 16\)",
         (*operands(16), ids, ids),
         more=whole,
     )
     inside = functools.partial(dot_product_attention, context_axis="devices", context_order="zigzag")
     odd = jax.shard_map(inside, mesh=mesh_of(2), in_specs=SHARD, out_specs=SHARD)
-    with pytest.raises(ValueError, match="`query` must be two chunks of a sequence in zig-zag order: got 3 rows"):
+    with pytest.raises(
+        ValueError, match="`query` must have an even number of rows on each device for `context_order`='zigzag': got 3"
+    ):
         jax.eval_shape(odd, *operands(6))
     for options in (dict(context_strategy="ring"), dict(context_order="zigzag")):
-        with pytest.raises(ValueError, match=r"goes with a `context_axis`, inside jax\.shard_map"):
+        with pytest.raises(ValueError, match=r"needs a `context_axis`, inside jax\.shard_map"):
             dot_product_attention(*operands(16), **options)
     with pytest.raises(ValueError, match="`context_order` must be one of"):
         dot_product_attention(*operands(16), context_order="zig")

@@ -238,13 +238,13 @@ of_tokens = lambda q, k=None: varlen_attention(*(a[0] for a in X), np.array(q), 
         (lambda: attend(mask_block_size=(3, 2)), ValueError, "there is no mask"),
         (lambda: attend(mask=BLOCKS, mask_block_size=3), TypeError, "`mask_block_size` must be a pair of integers"),
         (lambda: attend(mask=BLOCKS, mask_block_size=(3, 0)), ValueError, "`mask_block_size` must be positive"),
-        (lambda: of_tokens([0, 4, 3]), ValueError, "`cu_seqlens_q` must not decrease, from zero or more on: got [0, 4, 3]"),
-        (lambda: of_tokens([-1, 6]), ValueError, "`cu_seqlens_q` must not decrease, from zero or more on: got [-1, 6]"),
+        (lambda: of_tokens([0, 4, 3]), ValueError, "`cu_seqlens_q` must not decrease, nor begin below zero: got [0, 4, 3]"),
+        (lambda: of_tokens([-1, 6]), ValueError, "`cu_seqlens_q` must not decrease, nor begin below zero: got [-1, 6]"),
         (lambda: of_tokens([0, 7]), ValueError, "`cu_seqlens_q` must not end beyond the 6 tokens: got [0, 7]"),
         (lambda: of_tokens([0, 6], [0, 7]), ValueError, "`cu_seqlens_k` must not end beyond the 6 tokens: got [0, 7]"),
         (lambda: of_tokens([0, 6], [0, 3, 6]), ValueError, "`cu_seqlens_k` must have shape [sequences + 1]"),
         (lambda: of_tokens([0.0, 6.0]), TypeError, "`cu_seqlens_q` must be of integers"),
-        (lambda: varlen_attention(*X, np.array([0, 6])), ValueError, "must have shape [tokens, heads, channels]"),
+        (lambda: varlen_attention(*X, np.array([0, 6])), ValueError, "must have shape [tokens, heads, head dimension]"),
     ],
 )  # fmt: skip
 def test_bad_arguments(call, error, text):
@@ -268,7 +268,7 @@ def test_block_sizes_are_static():
 def test_a_window_with_a_limit_of_less_one_is_told_of():
     x = packed(8, 8)
     with pytest.warns(
-        UserWarning, match=r"`local_window_size`=\(3, -1\) shows query i the keys i - 3 … i - 1 alone"
+        UserWarning, match=r"`local_window_size`=\(3, -1\) shows query i only the keys i - 3 … i - 1"
     ) as told:
         varlen_attention(*x, np.array([0, 3, 8]), local_window_size=(3, -1))
     assert told[0].filename == __file__

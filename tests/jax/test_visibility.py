@@ -156,7 +156,7 @@ def test_numbers_may_be_traced():
         ),
         (
             lambda: visibility.documents(24, EDGES, lengths=EDGES),
-            r"`lengths` must have shape \(4,\), a length a document",
+            r"`lengths` must have shape \(4,\), one length for each document",
         ),
         (lambda: visibility.documents(24, EDGES, causal_alignment="left"), "`causal_alignment` must be"),
         (lambda: visibility.sliding_tile((6, 8), (2,), (3, 3)), "`tile` must have a number for each axis"),

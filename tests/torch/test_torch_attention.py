@@ -369,7 +369,7 @@ ERRORS = {
     ),
     "packed-bias-causal": (
         ValueError,
-        "`bias` must be of the numbers of queries",
+        "`bias` must be made for",
         lambda: torch_bridge.flash_attn_func(A, A, A, bias=causal_lower_right(99, 98)),
     ),
     "packed-scale": (
@@ -409,7 +409,7 @@ ERRORS = {
     "complex-sinks": (TypeError, "`sinks` must be one of float16", lambda: sdpa(X, X, X, sinks=torch.tensor([1j]))),
     "size-of-bias": (
         ValueError,
-        r"numbers of queries and keys, \(3, 3\)",
+        r"made for \(3, 3\) queries and keys",
         lambda: sdpa(X, X, X, attn_mask=causal_lower_right(3, 5)),
     ),
     "two-alignments": (
@@ -548,7 +548,7 @@ def test_heads_that_are_too_wide_for_the_kernels(arguments):
     check(lambda: everything(wider, *x, value), lambda: everything(f, *x, value), tolerance=1e-11)
     few, wide = (Operands(*(normal(1, 1, 2, n, dtype=torch.float32) for n in (d, d, 3))) for d in (256, 257))
     assert unserved(few) is None
-    assert unserved(wide) == "heads of 257 channels in `query`, but of 1 to 256"
+    assert unserved(wide) == "a head dimension of 257 in `query` (1 to 256 are served)"
 
 
 @pytest.mark.parametrize("sizes", [(0, 0, 4), (0, 2, 4), (4, 2, 0)], ids=["no-heads", "no-query-heads", "no-channels"])
@@ -592,7 +592,9 @@ def test_segments_of_two_dtypes():
 
 
 def test_a_window_without_keys_is_told_of():
-    with pytest.warns(UserWarning, match="hides every key from every query: .*None, not -1, is for a side") as told:
+    with pytest.warns(
+        UserWarning, match="hides every key from every query: .*for no limit on a side pass None"
+    ) as told:
         assert not sdpa(A, A, A, local_window_size=(-1, -1)).any()
     assert told[0].filename == __file__
     assert not torch.compile(partial(sdpa, local_window_size=-1), backend="aot_eager", fullgraph=True)(A, A, A).any()
@@ -600,7 +602,7 @@ def test_a_window_without_keys_is_told_of():
 
 def test_a_window_with_a_limit_of_less_one_is_told_of():
     with pytest.warns(
-        UserWarning, match=r"`local_window_size`=\(3, -1\) shows query i the keys i - 3 … i - 1 alone"
+        UserWarning, match=r"`local_window_size`=\(3, -1\) shows query i only the keys i - 3 … i - 1"
     ) as told:
         sdpa(A, A, A, local_window_size=(3, -1))
     assert told[0].filename == __file__

@@ -233,7 +233,7 @@ LENGTHS = torch.tensor([3, 3, 3, 3])
         (lambda: sdpa(STRIDED, STRIDED, STRIDED), "`query` must be a nested tensor of the jagged layout.*strided layout"),
         (lambda: sdpa(Q, K, STRIDED), "`value` must be a nested tensor of the jagged layout"),
         (lambda: sdpa(Q, DENSE, DENSE), "`key` must be a nested tensor of the jagged layout.*got a dense tensor"),
-        (lambda: sdpa(DENSE, K, K), "`key` must not be a nested tensor where `query` is none"),
+        (lambda: sdpa(DENSE, K, K), "`key` must not be a nested tensor where `query` is not one"),
         (lambda: sdpa(DENSE, DENSE, DENSE, attn_mask=Q), "`attn_mask` must not be a nested tensor"),
         (lambda: flash_attn_func(Q, Q, Q), "`query` must not be a nested tensor: call scaled_dot_product_attention"),
         (lambda: sdpa(Q, K, K, attn_mask=torch.ones(3, 3)), "`attn_mask` does not go with nested tensors"),

@@ -482,10 +482,10 @@ def test_a_model_that_does_not_call_by_name():
 
 Q = normal(1, 4, 5, 4)
 REFUSED = {
-    "weights": ("`output_attentions`: the kernels never form", Q, dict(output_attentions=True)),
-    "paged": ("paged caches", Q, dict(block_table=torch.zeros(1, 1))),
+    "weights": ("`output_attentions` is not served: the kernels never", Q, dict(output_attentions=True)),
+    "paged": ("`block_table` is not served: generate", Q, dict(block_table=torch.zeros(1, 1))),
     "packed-cache": (
-        "causal packed sequences are served without a cache",
+        "causal packed sequences are served only without a cache",
         Q[:, :, :2],
         dict(cu_seq_lens_q=torch.tensor([0, 2]), cu_seq_lens_k=torch.tensor([0, 5])),
     ),

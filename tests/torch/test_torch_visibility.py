@@ -309,7 +309,7 @@ of_tokens = lambda a, b: flash_attn_varlen_func(*(a_[0].transpose(0, 1) for a_ i
         (lambda: sdpa(*X, BLOCKS, mask_block_size=3), TypeError, "must be a pair of integers"),
         (lambda: sdpa(*X, BLOCKS, mask_block_size=(0, 2)), ValueError, "must be positive"),
         (lambda: of_tokens([0, 7, 6], [0, 3, 6]), ValueError, "`cu_seqlens_q` must not decrease"),
-        (lambda: of_tokens([-1, 3, 6], [0, 3, 6]), ValueError, "`cu_seqlens_q` must not decrease, from zero or more on"),
+        (lambda: of_tokens([-1, 3, 6], [0, 3, 6]), ValueError, "`cu_seqlens_q` must not decrease, nor begin below zero"),
         (lambda: of_tokens([0, 3, 6], [0, 3, 7]), ValueError, "`cu_seqlens_k` must not end beyond the 6 tokens"),
         (lambda: of_tokens([0, 6], [0, 3, 6]), ValueError, "`cu_seqlens_k` must have shape"),
         (lambda: of_tokens([0.0, 6.0], [0, 6]), TypeError, "`cu_seqlens_q` must be of integers"),

@@ -263,7 +263,7 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
     if problem.soft_cap is not None:
         return "a soft cap"
     if x.value.shape[-1] != x.query.shape[-1]:
-        return "a `value` whose channels differ from those of `query`"
+        return "a `value` whose head dimension differs from that of `query`"
     if problem.scale < 1e-30:  # its reciprocal is to be a float32 too
         return "a `scale` that is not positive, or next to nothing"
     rows = max(x.query.shape[1] * x.query.shape[2], x.key.shape[1] * x.key.shape[2]) * x.query.shape[0]

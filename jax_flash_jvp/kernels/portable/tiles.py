@@ -247,7 +247,7 @@ def tile(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
     found = find(job, head_dim, dtype, precision, target)
     if found is None:
         raise NotImplementedError(
-            f"no tile of {job} for {dtype} ({precision}) and {head_dim} channels fits sm_{target}: "
-            "use the tiled reference, fewer channels a head or bfloat16"
+            f"no tile of {job} for {dtype} ({precision}) and head dimension {head_dim} fits sm_{target}: "
+            "use the tiled reference, a smaller head dimension or bfloat16"
         )
     return found
