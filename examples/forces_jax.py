@@ -21,9 +21,10 @@ import numpy as np
 
 from consistency.atoms import CUTOFF, Structures, training_batch
 from consistency.config import option, parse_config
-from consistency.forces import PRESETS, Evaluated, initialize, prepare, report
+from consistency.forces import PRESETS, initialize, prepare, report
 from consistency.forces import Config as SharedConfig
 from consistency.training_jax import device_facts, initial_state, make_optimizer, make_train_step, train
+from consistency.vibrations import Evaluated
 from jax_flash_jvp import dot_product_attention
 
 Weights = dict[str, jax.Array]

@@ -15,9 +15,10 @@ from torch.func import grad, hessian
 
 from consistency.atoms import CUTOFF, Structures, training_batch
 from consistency.config import option, parse_config
-from consistency.forces import PRESETS, Evaluated, initialize, prepare, report
+from consistency.forces import PRESETS, initialize, prepare, report
 from consistency.forces import Config as SharedConfig
 from consistency.training_torch import device_facts, process_device, train
+from consistency.vibrations import Evaluated
 from torch_bridge import scaled_dot_product_attention
 
 
@@ -29,6 +30,10 @@ class Config(SharedConfig):
 
 def norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * x.sigmoid()  # PyTorch's own has no forward mode through its gradient, which a Hessian takes
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,8 +78,8 @@ class Potential(nn.Module):
             bias = torch.einsum("bijw,biwh->bhij", waves, of_query) + torch.einsum("bijw,bjwh->bhij", waves, of_key)
             o, log_sum_exp = attend(config.attention, q, k, v, bias + fading[:, None], lengths)
             x = x + torch.cat([o.transpose(1, 2).flatten(2), log_sum_exp.mT], -1) @ w["out"]
-            x = x + F.silu(norm(x) @ w["up"]) @ w["down"]
-        of_atoms = (F.silu(norm(x) @ weights["hidden"]) @ weights["energy"])[..., 0]
+            x = x + silu(norm(x) @ w["up"]) @ w["down"]
+        of_atoms = (silu(norm(x) @ weights["hidden"]) @ weights["energy"])[..., 0]
         real = torch.arange(atoms, device=x.device) < lengths[:, None]
         return torch.where(real, of_atoms, 0).sum(1)
 

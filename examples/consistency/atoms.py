@@ -60,15 +60,15 @@ def draw_atoms(random: np.random.Generator) -> Atoms:
     return atoms
 
 
-def pack(every: Sequence[Atoms]) -> Structures:
+def pack(every: Sequence[Atoms], dtype: type = np.float32) -> Structures:
     """Arrays of ASE's atoms, whose cells are right-angled."""
-    positions = np.zeros((len(every), CELL, 3), np.float32)
+    positions = np.zeros((len(every), CELL, 3), dtype)
     metals = np.zeros((len(every), CELL), np.int32)
     for i, atoms in enumerate(every):
         positions[i, : len(atoms)] = atoms.positions
         metals[i, : len(atoms)] = [[*METALS].index(symbol) for symbol in atoms.symbols]
     cells = [atoms.cell.lengths() if atoms.pbc.all() else np.full(3, NO_CELL) for atoms in every]
-    return Structures(positions, metals, np.array([len(a) for a in every], np.int32), np.array(cells, np.float32))
+    return Structures(positions, metals, np.array([len(a) for a in every], np.int32), np.array(cells, dtype))
 
 
 def label(every: Sequence[Atoms]) -> Labelled:
@@ -90,8 +90,9 @@ def counts(structures: Structures) -> np.ndarray:
 
 
 def atomic_offsets(data: Labelled) -> np.ndarray:
-    """The energy of an atom of each metal that explains the most of the energies."""
-    return np.linalg.lstsq(counts(data.structures), data.energies, rcond=None)[0]
+    """The energy of an atom of each metal that explains the most of the energies per atom."""
+    n = data.structures.lengths
+    return np.linalg.lstsq(counts(data.structures) / n[:, None], data.energies / n, rcond=None)[0]
 
 
 def training_batch(data: Labelled, batch: int, seed: int, step: int) -> tuple[np.ndarray, ...]:
@@ -106,10 +107,10 @@ class PairPotential:
     def __init__(self, data: Labelled):
         rows = [self._basis(data.structures, i) for i in range(len(data.energies))]
         targets = [forces[real] for forces, real in zip(data.forces, data.structures.real, strict=True)]
-        # much data, few numbers: the normal equations, with as much of the identity as rounding asks for
+        # of many rows, by the normal equations; distances that do not occur have no say
         matrix = sum(np.einsum("ikp,ikq->pq", row, row) for row in rows)
         vector = sum(np.einsum("ikp,ik->p", row, target) for row, target in zip(rows, targets, strict=True))
-        self.coefficients = np.linalg.solve(matrix + 1e-9 * np.trace(matrix) * np.eye(len(matrix)), vector)
+        self.coefficients = np.linalg.lstsq(matrix, vector, rcond=1e-10)[0]
 
     def _basis(self, structures: Structures, i: int) -> np.ndarray:
         """[atoms, 3, pairs of metals × centres]"""

@@ -1,26 +1,18 @@
-"""What the two examples of forces share: configuration, initial weights, simulation, vibrations, pictures and figures."""
+"""What the two examples of forces share: configuration, initial weights, pictures and figures."""
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-from ase import Atoms, units
-from ase.build import bulk
-from ase.calculators.calculator import Calculator, all_changes
-from ase.calculators.emt import EMT
-from ase.cluster import Icosahedron
-from ase.md.velocitydistribution import MaxwellBoltzmannDistribution, Stationary
-from ase.md.verlet import VelocityVerlet
-from ase.optimize import BFGS
 
-from consistency import atoms as metals
-from consistency import plots
-from consistency.atoms import METALS, Labelled, PairPotential, Structures, pack
+from consistency import atoms, plots
+from consistency.atoms import METALS, Labelled, PairPotential, Structures
 from consistency.config import TrainingConfig, option
+from consistency.vibrations import Evaluated, force_differences, simulate, vibrations
 
 PRESETS = {
     "metals": {},
@@ -71,111 +63,6 @@ def initialize(config: Config) -> dict[str, np.ndarray]:
     )
 
 
-class Evaluated(NamedTuple):
-    """A trained model as functions of arrays, whatever computes them."""
-
-    energies_and_forces: Callable[[Structures], tuple[np.ndarray, np.ndarray]]
-    hessian: Callable[[Structures], np.ndarray]  # of one structure, [L, 3, L, 3]
-
-
-class Learned(Calculator):
-    """The model for ASE."""
-
-    implemented_properties = ("energy", "forces")
-
-    def __init__(self, model: Evaluated):
-        super().__init__()
-        self.model = model
-
-    def calculate(
-        self, atoms: Atoms = None, properties: Sequence[str] = ("energy",), system_changes=all_changes
-    ) -> None:
-        super().calculate(atoms, properties, system_changes)
-        (energy,), (forces,) = self.model.energies_and_forces(pack([atoms]))
-        self.results = dict(energy=float(energy), forces=forces[: len(atoms)].astype(float))
-
-
-def force_differences(model: Evaluated, structures: Structures, step: float) -> np.ndarray:
-    """[atoms, 3] of the first structure: how its energy falls along each coordinate, by central differences."""
-    n = structures.lengths[0]
-    first = Structures(*(a[:1] for a in structures))
-    moved = Structures(*(np.repeat(a, 6 * n, 0) for a in first))
-    shifts = step * np.eye(3 * n).reshape(3 * n, n, 3)
-    moved.positions[:, :n] += np.concatenate([shifts, -shifts])
-    parts = zip(*(np.array_split(a, n) for a in moved), strict=True)  # six at a time
-    ahead, behind = np.concatenate([model.energies_and_forces(Structures(*p))[0] for p in parts]).reshape(2, n, 3)
-    return (behind.astype(float) - ahead) / (2 * step)
-
-
-def hessian_differences(atoms: Atoms, step: float) -> np.ndarray:
-    """[3 atoms, 3 atoms] by central differences of the forces of whatever calculator the atoms have."""
-    rows = []
-    for i, k in np.ndindex(len(atoms), 3):
-        pair = []
-        for sign in (1, -1):
-            moved = atoms.copy()
-            moved.calc = atoms.calc
-            moved.positions[i, k] += sign * step
-            pair.append(moved.get_forces().ravel())
-        rows.append((pair[1] - pair[0]) / (2 * step))
-    return np.stack(rows)
-
-
-def frequencies(hessian: np.ndarray, masses: np.ndarray) -> np.ndarray:
-    """In THz, in ascending order; of the six motions without vibration about zero. An imaginary one is negative."""
-    weights = np.repeat(masses, 3) ** -0.5
-    squares = np.linalg.eigvalsh(weights[:, None] * (hessian + hessian.T) / 2 * weights)
-    return np.sign(squares) * np.sqrt(np.abs(squares)) / (2 * np.pi) * 1e3 * units.fs
-
-
-def vibrations(model: Evaluated) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Frequencies of an icosahedron of 13 silver atoms, relaxed by the model and, for comparison, by the potential it learned."""
-    found = {}
-    for name, calculator in (("model", Learned(model)), ("EMT", EMT())):
-        atoms = Icosahedron("Ag", 2, METALS["Ag"])
-        atoms.calc = calculator
-        BFGS(atoms, logfile=None).run(fmax=2e-3, steps=200)
-        quotients = hessian_differences(atoms, 0.02)
-        found[f"{name}, differences of forces"] = quotients
-        if name == "model":
-            n = len(atoms)
-            exact = model.hessian(pack([atoms]))[:n, :, :n].reshape(3 * n, 3 * n)
-            found["model, Hessian"] = exact
-            error = np.linalg.norm(quotients - exact) / np.linalg.norm(exact)
-    masses = atoms.get_masses()
-    modes = {name: frequencies(hessian, masses) for name, hessian in found.items()}
-    vibrating = lambda name: modes[name][6:]
-    worst = np.abs(vibrating("model, Hessian") - vibrating("EMT, differences of forces"))
-    return modes, dict(hessian_error=float(error), frequency_error_thz=float(worst.mean()))
-
-
-def simulate(model: Evaluated, config: Config) -> tuple[np.ndarray, dict[str, float]]:
-    """[steps, 3] of time in ps, kinetic and total energy in meV per atom, of a periodic cell of an alloy at about 300 K."""
-    random = np.random.default_rng(config.seed)
-    atoms = bulk("Ag", "fcc", METALS["Ag"], cubic=True).repeat(2)
-    atoms.symbols = random.choice(["Ag", "Au"], len(atoms))
-    MaxwellBoltzmannDistribution(atoms, temperature_K=600, rng=random)  # half of it becomes potential energy
-    Stationary(atoms)
-    atoms.calc = Learned(model)
-    trajectory = []
-
-    def note() -> None:
-        kinetic, n = atoms.get_kinetic_energy(), len(atoms)
-        picoseconds = 1e-3 * config.time_step * len(trajectory)
-        trajectory.append((picoseconds, 1e3 * kinetic / n, 1e3 * (kinetic + atoms.get_potential_energy()) / n))
-
-    integrator = VelocityVerlet(atoms, timestep=config.time_step * units.fs)
-    integrator.attach(note)
-    integrator.run(config.time_steps)
-    path = np.array(trajectory)
-    (slope, _), spread = np.polyfit(path[:, 0], path[:, 2], 1), path[:, 2].std()
-    temperature = path[len(path) // 4 :, 1].mean() * 1e-3 / (1.5 * units.kB)
-    return path, dict(
-        drift_mev_per_atom_per_ps=float(slope), total_deviation_mev_per_atom=float(spread),
-        kinetic_deviation_mev_per_atom=float(path[:, 1].std()), temperature_kelvin=float(temperature),
-    )  # fmt: skip
-
-
 def root_mean_square(errors: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(errors, dtype=float))))
 
@@ -189,10 +76,10 @@ class Data(NamedTuple):
 
 def prepare(config: Config) -> Data:
     """Structures of both kinds, with energies relative to single atoms; and what the model is compared with."""
-    train, held_out = metals.load(config.structures, config.seed), metals.load(config.samples, config.seed + 1)
+    train, held_out = atoms.load(config.structures, config.seed), atoms.load(config.samples, config.seed + 1)
     real = held_out.structures.real
     missed = (PairPotential(train).forces(held_out.structures) - held_out.forces)[real]
-    offsets = metals.atomic_offsets(train)
+    offsets = atoms.atomic_offsets(train)
     errors = root_mean_square(held_out.forces[real]), root_mean_square(missed)
     return Data(train.shifted(offsets), held_out.shifted(offsets), *errors)
 
@@ -270,7 +157,7 @@ def report(config: Config, data: Data, model: Evaluated, history: Sequence[Mappi
     figures |= dict(zero=data.zero, pair_potential=data.pairs)
     figures["force_from_energy"] = root_mean_square(own - quotients) / root_mean_square(own)
     modes, vibration = vibrations(model)
-    trajectory, motion = simulate(model, config)
+    trajectory, motion = simulate(model, config.time_step, config.time_steps, config.seed)
     figures |= vibration | motion
     draw_learning(output / "forces.png", predicted, data, history)
     draw_physics(output / "physics.png", modes, trajectory)
