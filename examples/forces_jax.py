@@ -115,15 +115,16 @@ def evaluated(config: Config, weights: Weights) -> Evaluated:
 def main(config: Config) -> None:
     data = prepare(config)
     optimizer = make_optimizer(config)
-    state, history, steps_per_second = train(
-        config,
-        initial_state(jax.tree.map(jnp.asarray, initialize(config)), optimizer),
-        make_train_step(functools.partial(loss, config), optimizer, config),
-        lambda step: training_batch(data.train, config.batch, config.seed, step),
-        may_be_done=True,
-    )
-    facts = {"steps": int(state.step), "steps_per_second": steps_per_second, **device_facts()}
-    report(config, data, evaluated(config, state.average), history, **facts)
+    with jax.default_matmul_precision("highest"):  # TensorFloat32 would make forces rough, and energy drift
+        state, history, steps_per_second = train(
+            config,
+            initial_state(jax.tree.map(jnp.asarray, initialize(config)), optimizer),
+            make_train_step(functools.partial(loss, config), optimizer, config),
+            lambda step: training_batch(data.train, config.batch, config.seed, step),
+            may_be_done=True,
+        )
+        facts = {"steps": int(state.step), "steps_per_second": steps_per_second, **device_facts()}
+        report(config, data, evaluated(config, state.average), history, **facts)
 
 
 if __name__ == "__main__":
