@@ -362,7 +362,7 @@ def check_served(implementation: str | None, x: Operands, reference: str) -> Non
 def unserved(x: Operands) -> str | None:
     """What of this call the kernels do not serve, or None."""
     if dtype_of(x.query) not in KERNEL_DTYPES:
-        return f"{dtype_of(x.query)} arrays"
+        return f"{dtype_of(x.query)} arrays (cast them to float32)"
     if not all(isinstance(n, int) for n in x.query.shape):
         return "a symbolic batch"
     for name in ("query", "value"):

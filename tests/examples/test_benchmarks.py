@@ -16,9 +16,11 @@ torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import attention as benchmark  # noqa: E402
+import forces  # noqa: E402
 import gradient_of_gradient  # noqa: E402
 import host_time  # noqa: E402
 import jax_calls  # noqa: E402
+import laplacian  # noqa: E402
 import meanflow  # noqa: E402
 import measure  # noqa: E402
 import published  # noqa: E402
@@ -350,6 +352,58 @@ def test_gradient_of_gradient_does_not_time_what_is_wrong(tmp_path, monkeypatch,
     assert gradient_of_gradient.main([*size, *QUICK]) == 1
     assert "XLA: WRONG" in capsys.readouterr().out
     assert "XLA" not in (tmp_path / "out.csv").read_text()
+
+
+SHORT = ["--shapes", "3x8x2x4:key", "1x60x2x4:segments+pair"]
+
+
+@pytest.mark.parametrize(("name", "who"), [("jax", ["jax-flash-jvp", "XLA"]), ("torch", ["torch_bridge", "SDPA math"])])
+def test_forces(name, who, tmp_path):
+    arguments = ["--framework", name, *SHORT, "--contenders", *who, "--output", str(tmp_path / "out")]
+    assert forces.main([*arguments, *QUICK]) == 0
+    with open(tmp_path / "out.csv", newline="") as file:
+        rows = [(row["shape"], row["job"], row["who"]) for row in csv.DictReader(file)]
+    assert rows == [(shape, job, w) for shape in SHORT[1:] for job in forces.JOBS for w in who]
+
+
+def test_forces_with_kernels_of_a_file(tmp_path):
+    """As PET's, whose bias is [sequences, keys]."""
+    file = tmp_path / "kernels.py"
+    file.write_text(
+        "import torch.nn.functional as F\n"
+        "def triton_memory_efficient_attention(query, key, value, attention_weights):\n"
+        "    return F.scaled_dot_product_attention(query, key, value, attention_weights[:, None, None])\n"
+    )
+    arguments = ["--framework", "torch", "--pet", str(file), *SHORT, "--contenders", "PET"]
+    assert forces.main([*arguments, *QUICK, "--output", str(tmp_path / "out")]) == 0
+    with open(tmp_path / "out.csv", newline="") as file:
+        assert [(row["shape"], row["job"]) for row in csv.DictReader(file)] == [(SHORT[1], job) for job in forces.JOBS]
+
+
+def test_forces_that_are_wrong_are_not_timed(tmp_path, monkeypatch, capsys):
+    given = forces.in_jax
+
+    def broken(*arguments):
+        contenders, check = given(*arguments)
+        twice = lambda prepare: lambda job, arrays: prepare(job, [2 * a for a in arrays])
+        return {who: twice(prepare) if who == "XLA" else prepare for who, prepare in contenders.items()}, check
+
+    monkeypatch.setattr(forces, "in_jax", broken)
+    assert forces.main([*SHORT[:2], "--jobs", "forces", *QUICK, "--output", str(tmp_path / "out")]) == 1
+    assert "XLA: WRONG" in capsys.readouterr().out
+    assert "XLA" not in (tmp_path / "out.csv").read_text()
+
+
+def test_laplacian(tmp_path, monkeypatch, capsys):
+    size = ["--walkers", "3", "--electrons", "3", "--heads", "2", "--head-dim", "4", "--output", str(tmp_path / "out")]
+    assert laplacian.main([*size, *QUICK]) == 0
+    with open(tmp_path / "out.csv", newline="") as file:
+        ways = [row["who"] for row in csv.DictReader(file)]
+    expected = [f"{who}, {way}" for way in ("jvp of jvp", "HVPs") for who in ("jax-flash-jvp", "naive")]
+    assert [way for way in ways if "folx" not in way] == expected
+    monkeypatch.setattr(laplacian, "dot_product_attention", lambda q, k, v: laplacian.naive_attention(q, k, 1.05 * v))
+    assert laplacian.main([*size, *QUICK, "--contenders", "jax-flash-jvp, HVPs"]) == 1
+    assert "jax-flash-jvp, HVPs: WRONG" in capsys.readouterr().out
 
 
 ONE_BLOCK = ["--lengths", "16", "--batches", "4", "--width", "16", "--depth", "1", "--heads", "2", "--dtype", "float32"]

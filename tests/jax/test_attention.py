@@ -560,7 +560,10 @@ def test_attention_is_linear_in_the_values_alone():
 
 
 def test_float64_is_not_served_by_the_kernels():
-    with jax.enable_x64(True), pytest.raises(ValueError, match="'interpret' does not serve float64 arrays"):
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match=r"'interpret' does not serve float64 arrays \(cast them to float32\); leave"),
+    ):
         dot_product_attention(*map(jnp.asarray, (QUERY, KEY, VALUE)), implementation="interpret")
 
 

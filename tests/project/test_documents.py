@@ -23,7 +23,7 @@ HOSTS = tuple(
     f"https://{host}/"
     for host in ("arxiv.org", "doi.org", "huggingface.co", "github.com/pytorch/pytorch", "github.com/NVlabs")
 )
-LONG = {"meanflow", "hessian"}  # pages that train
+LONG = {"meanflow", "hessian", "forces"}  # pages that train
 TOPS = ("jax_flash_jvp", "torch_bridge", "tests", "examples", "benchmarks", "docs", ".ci")
 NAMES = ("jax_flash_jvp/kernels/README.md", "docs/dev/hopper.md", "docs/how-it-works.md", "CONTRIBUTING.md")
 
