@@ -297,7 +297,9 @@ class PortableCall:
         heads = (self.batch, self.key_heads)
         mean = Output((*heads, self.head_dim), "float32") if of_heads else None
         step = max(1, min(8, self.key_length // 32), self.key_length // 512)
-        warps = 1 if self.key_length <= 512 else 4  # one has nobody to wait for
+        # a quarter of the keys that are read at a time, if registers hold so many; one warp has nobody to wait for
+        warps = 1 if self.key_length <= 512 else min(16, max(4, triton.next_power_of_2(self.key_length // step // 32)))
+        block = min(8 * warps, 8192 // triton.next_power_of_2(self.head_dim))
         names = ("D", "DV", "s_k", "s_v", "UNIT_K", "UNIT_V")
         strides = {name: self.scalars[name] for name in ("s_kb", "s_kh", "s_vb", "s_vh")}
         launch = Launch(
@@ -306,7 +308,7 @@ class PortableCall:
             dict(HK=self.key_heads, LK=self.key_length, step=step, **strides),
             dict(MEAN=mean, T_MEAN=None if t_key is None else mean, COMMON=Output(heads, "int32")),
             dict(
-                {name: self.constants[name] for name in names}, FEATURES=self.of_means, BN=8 * warps,
+                {name: self.constants[name] for name in names}, FEATURES=self.of_means, BN=block,
                 HAS_TK=t_key is not None,
             ), num_warps=warps, num_stages=1,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from jax_flash_jvp.kernels.portable.scores import INTEGERS, LN2, LOG2E
 
 MULTIPROCESSORS = 132  # where their number is not known
 BLOCK, TOGETHER = 64, 32  # elements of a program, and shares that it reads at a time
-ROWS, FEW = 4, 8  # rows that are merged by a program, and shares that it reads at a time
+ROWS, FEW = 1, 32  # rows that are merged by a program, and shares that it reads at a time
 
 
 def number(launcher: Launcher, programs: int, each: int, steps: int, least: int, floats: int, most_bytes: float) -> int:
