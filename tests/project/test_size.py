@@ -13,7 +13,6 @@ LARGE = {
     "jax_flash_jvp/kernels/portable/forward.py:forward",
     "jax_flash_jvp/kernels/portable/backward.py:query_side",
     "jax_flash_jvp/kernels/portable/backward.py:key_side",
-    "jax_flash_jvp/partition.py:on_shards",
 }
 BRANCHING = ast.If | ast.IfExp | ast.For | ast.While | ast.comprehension | ast.ExceptHandler | ast.match_case
 FILES = [path for package in ("jax_flash_jvp", "torch_bridge") for path in sorted((ROOT / package).rglob("*.py"))]
