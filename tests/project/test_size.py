@@ -10,7 +10,6 @@ LINES, BRANCHES = 120, 30
 PARAMETERS = 15  # of a function that runs on the GPU, but for a kernel itself, whose parameters are what a launch names
 # to be taken apart; none may be added
 LARGE = {
-    "jax_flash_jvp/kernels/portable/forward.py:forward",
     "jax_flash_jvp/kernels/portable/backward.py:query_side",
     "jax_flash_jvp/kernels/portable/backward.py:key_side",
 }

@@ -52,6 +52,29 @@ from jax_flash_jvp.kernels.portable.visibility import (
 HIDES_ROW = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias is added to
 
 
+@triton.jit
+def softmax(b_s, b_m, scale, PHASE: tl.constexpr, NEGATIVE: tl.constexpr, LINEAR: tl.constexpr, FEATURES: tl.constexpr):
+    """(P, what earlier sums are to be multiplied by, maxima in base 2) with these scores, which `scores` has scaled but in the last
+    case, where the scale may be NEGATIVE."""
+    if LINEAR:
+        m_new = b_m
+        b_p = tl.math.exp2(b_s - b_m[:, None])
+        alpha = tl.full([b_s.shape[0]], 1.0, tl.float32)
+    elif PHASE > 0 or FEATURES.bias.present or FEATURES.cap:
+        m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        m_shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen so far
+        b_p = tl.math.exp2(b_s - m_shift[:, None])
+        alpha = tl.math.exp2(b_m - m_shift)
+    else:
+        if NEGATIVE:
+            m_new = tl.maximum(b_m, tl.min(b_s, 1) * (scale * LOG2E))
+        else:
+            m_new = tl.maximum(b_m, tl.max(b_s, 1) * (scale * LOG2E))
+        b_p = tl.math.exp2(b_s * (scale * LOG2E) - m_new[:, None])
+        alpha = tl.math.exp2(b_m - m_new)
+    return b_p, alpha, m_new
+
+
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def forward(
     Q, K, V, TQ, TK, TV, SAVED, BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED, TILES,
@@ -128,23 +151,7 @@ def forward(
                     b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                     if PHASE > 0:
                         b_s = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_s, -float("inf"))
-                if LINEAR:
-                    m_new = b_m
-                    b_p = tl.math.exp2(b_s - b_m[:, None])
-                    alpha = tl.full([BM], 1.0, tl.float32)
-                elif PHASE > 0 or FEATURES.bias.present or FEATURES.cap:
-                    m_new = tl.maximum(b_m, tl.max(b_s, 1))
-                    m_shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen so far
-                    b_p = tl.math.exp2(b_s - m_shift[:, None])
-                    alpha = tl.math.exp2(b_m - m_shift)
-                else:
-                    if NEGATIVE:
-                        m_new = tl.maximum(b_m, tl.min(b_s, 1) * (scale * LOG2E))
-                    else:
-                        m_new = tl.maximum(b_m, tl.max(b_s, 1) * (scale * LOG2E))
-                    b_p = tl.math.exp2(b_s * (scale * LOG2E) - m_new[:, None])
-                    alpha = tl.math.exp2(b_m - m_new)
-                b_m = m_new
+                b_p, alpha, b_m = softmax(b_s, b_m, scale, PHASE, NEGATIVE, LINEAR, FEATURES)
                 b_pl = tl.sum(b_p, 1)
                 b_l_before = b_l * alpha
                 b_l = b_l_before + b_pl
