@@ -19,6 +19,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     accumulated,
     aligned,
     lengths,
+    load_if,
     load_rows,
     log2_sum_exp,
     own_block,
@@ -54,8 +55,8 @@ HIDES_ROW = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias i
 
 @triton.jit
 def softmax(b_s, b_m, scale, PHASE: tl.constexpr, NEGATIVE: tl.constexpr, LINEAR: tl.constexpr, FEATURES: tl.constexpr):
-    """(P, what earlier sums are to be multiplied by, maxima in base 2) with these scores, which `scores` has scaled but in the last
-    case, where the scale may be NEGATIVE."""
+    """(P, what earlier sums are to be multiplied by, maxima in base 2) with these scores, which `scores` has scaled but in the
+    last case, where the scale may be NEGATIVE."""
     if LINEAR:
         m_new = b_m
         b_p = tl.math.exp2(b_s - b_m[:, None])
@@ -110,9 +111,7 @@ def forward(
     x = i_bh * LQ + i_m * BM + o_r
     m_x = i_m * BM + o_r < LQ
     b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, query_end, D, True)  # [BM, D]
-    b_tq = b_q
-    if HAS_TQ:
-        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
+    b_tq = load_if(HAS_TQ, b_q, TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
     if LINEAR:
         b_m = log2_sum_exp(tl.load(SAVED + x, mask=m_x, other=float("inf")))
     else:
@@ -141,9 +140,7 @@ def forward(
                         b_tq = load_rows(TQ + q_offset, again, s_q, o_r, query_end, D, True)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
                 if HAS_TS:  # before the softmax, so that the tensor cores work while it runs
-                    b_tk = b_k
-                    if HAS_TK:
-                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                    b_tk = load_if(HAS_TK, b_k, TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                     b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
 
                 b_u = 0.0
