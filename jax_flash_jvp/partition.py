@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,75 +83,44 @@ def _axes(part: Any) -> list[Axes]:
     return all_axes
 
 
+class Described(NamedTuple):
+    """The axes of a job's arguments and of its results, and which of them may be cut."""
+
+    ins: list[Axes]
+    outs: list[Axes]
+    lengths: dict[str, int]  # of those of the arguments that are longer than one
+    free: set[str]
+    whole: bool  # is the sequence not to be cut?  Blocks of a mask need not end where a part does
+
+
 def on_shards(job: Callable, problem: Problem, *args: Any, label: str) -> Any:
     """job(problem, *args), the operands first, on shards along the axes that may be cut.  The `label` tells jobs apart that look
     alike to JAX's cache of compiled programs, which does not see what is computed."""
     leaves, tree = tree_flatten(args)
     results = jax.eval_shape(functools.partial(job, problem), *args)
-    out_tree, ins, outs = jax.tree.structure(results), _axes(args), _axes(results)
-    query_heads, key_heads = args[0].query.shape[-2], args[0].key.shape[-2]
+    ins, outs, key_heads = _axes(args), _axes(results), args[0].key.shape[-2]
     lengths = {name: n for axes in ins for name, n in axes if n > 1} | {"heads": key_heads}
-    whole = problem.mask_block is not None  # blocks need not end where a part does
+    whole = problem.mask_block is not None
     free = {name for name in lengths if name in CUT or name.startswith("lead")} - {*(SEQUENCE if whole else ())}
+    described = Described(ins, outs, lengths, free, whole)
 
     @functools.partial(jax.jit, static_argnums=0)  # constants are its own: `custom_partitioning` takes none
     def on_one(problem: Problem, *args: Any) -> Any:
         return job(problem, *args)
 
-    def cut(sizes: tuple[int, ...], held: list[list[Pieces]]) -> dict[str, tuple[int, ...]]:
-        """Over which axes of a mesh of these sizes each axis is spread: as that array has it which is in most pieces."""
-        spread: dict[str, tuple[int, ...]] = {}
-        for axes, pieces in zip((*ins, *outs), held, strict=True):
-            for (name, n), numbers in zip(axes, pieces, strict=True):
-                if n > 1 and name in free:
-                    together = SEQUENCE if name in SEQUENCE else (name,)
-                    taken = {i for other, over in spread.items() if other not in together for i in over}
-                    over = _mesh_axes(numbers, sizes)
-                    while over and (lengths[name] % _product(sizes, over) or taken & {*over}):
-                        over = over[:-1]
-                    spread[name] = max(spread.get(name, ()), over, key=lambda over: _product(sizes, over))
-        return spread | _sequence(spread, lengths, sizes)
+    call = custom_partitioning(lambda *leaves: tree_leaves(on_one(problem, *tree_unflatten(tree, leaves))))
+    call.def_partition(
+        functools.partial(_partition, on_one, problem, args, described),
+        decode_shardings=False,
+        **_rule(described, args[0].query.shape[-2] // key_heads),
+    )
+    with set_xla_metadata(attention=label):
+        return tree_unflatten(jax.tree.structure(results), call(*leaves))
 
-    def partition(mesh, given, results):
-        devices = mesh.devices.ravel()
-        held = [_pieces(a, devices) for a in (*given, *results)]
-        found = [(sizes, cut(sizes, held)) for sizes in _orders(_primes(len(devices)))]
-        parts = [_product(sizes, {*itertools.chain(*of_axes.values())}) for sizes, of_axes in found]
-        sizes, by_number = found[parts.index(max(parts))]
-        remedies = REMEDIES | (dict.fromkeys(SEQUENCE, WHOLE) if whole else {})
-        _warn_of_gathering(ins, held[: len(given)], sizes, by_number, remedies)
-        mesh = Mesh(
-            devices.reshape(sizes), tuple(f"p{i}" for i in range(len(sizes))), axis_types=(AxisType.Auto,) * len(sizes)
-        )
-        spread = {name: tuple(f"p{i}" for i in over) for name, over in by_number.items() if over}
-        alike = max(parts) < len(devices)  # some devices compute the same, which is to have the same bits
-        on_each = dataclasses.replace(problem, deterministic=True) if alike else problem
-        local = _in_context(
-            on_one, on_each, args, spread, {name: _product(sizes, over) for name, over in by_number.items()}
-        )
 
-        def placed(arrays: list[Axes]) -> list[NamedSharding]:
-            specs = ([spread.get(name) if n > 1 else None for name, n in axes] for axes in arrays)
-            return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
-
-        def summed_over(axes: Axes) -> tuple[str, ...]:
-            """Of a gradient that has not got all axes: of a bias, or of keys that all devices have."""
-            absent = [name for name, n in axes if n == 1]
-            if "key" not in spread and dict(axes).get("key", 0) > 1:
-                absent.append("query")
-            return tuple(m for name in absent for m in spread.get(name, ()))
-
-        sums = [summed_over(axes) for axes in outs]
-
-        def shard(*leaves):
-            # traced while XLA compiles, for one device, perhaps under the user's mesh
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), float64_if(leaves):
-                got = tree_leaves(local(*tree_unflatten(tree, leaves)))
-                return [_summed(a, over) if over else a for a, over in zip(got, sums, strict=True)]
-
-        return mesh, shard, placed(outs), tuple(placed(ins))
-
-    ones = (f"one{i}" for i in itertools.count())
+def _rule(described: Described, group: int) -> dict[str, Any]:
+    """What XLA is told of the axes, for query heads in groups of so many."""
+    key_heads, ones = described.lengths["heads"], (f"one{i}" for i in itertools.count())
 
     def factor(name: str, n: int) -> str:
         if n == 1:
@@ -160,19 +129,65 @@ def on_shards(job: Callable, problem: Problem, *args: Any, label: str) -> Any:
             return "(heads group)" if key_heads > 1 else "group"
         return name
 
-    texts = [[factor(*axis) for axis in axes] for axes in (*ins, *outs)]
+    texts = [[factor(*axis) for axis in axes] for axes in (*described.ins, *described.outs)]
     words = dict.fromkeys(word for text in texts for axis in text for word in axis.strip("()").split())
-    rule = [" ".join(text) for text in texts]
-    call = custom_partitioning(lambda *leaves: tree_leaves(on_one(problem, *tree_unflatten(tree, leaves))))
-    call.def_partition(
-        partition,
-        decode_shardings=False,
-        sharding_rule=f"{', '.join(rule[: len(ins)])} -> {', '.join(rule[len(ins) :])}",
-        need_replication_factors=tuple(word for word in words if word not in free),
-        **({"group": query_heads // key_heads} if "(heads group)" in itertools.chain(*texts) else {}),
+    rule, n = [" ".join(text) for text in texts], len(described.ins)
+    return dict(
+        sharding_rule=f"{', '.join(rule[:n])} -> {', '.join(rule[n:])}",
+        need_replication_factors=tuple(word for word in words if word not in described.free),
+        **({"group": group} if "(heads group)" in itertools.chain(*texts) else {}),
     )
-    with set_xla_metadata(attention=label):
-        return tree_unflatten(out_tree, call(*leaves))
+
+
+def _partition(
+    on_one: Callable, problem: Problem, args: Any, described: Described, mesh: Any, given: Any, results: Any
+):
+    """As `custom_partitioning` asks for it: the mesh, the job of a device, and how results and arguments are spread."""
+    devices, tree = mesh.devices.ravel(), jax.tree.structure(args)
+    held = [_pieces(a, devices) for a in (*given, *results)]
+    found = [(sizes, _cut(described, sizes, held)) for sizes in _orders(_primes(len(devices)))]
+    parts = [_product(sizes, {*itertools.chain(*of_axes.values())}) for sizes, of_axes in found]
+    sizes, by_number = found[parts.index(max(parts))]
+    remedies = REMEDIES | (dict.fromkeys(SEQUENCE, WHOLE) if described.whole else {})
+    _warn_of_gathering(described.ins, held[: len(given)], sizes, by_number, remedies)
+    mesh = Mesh(
+        devices.reshape(sizes), tuple(f"p{i}" for i in range(len(sizes))), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    spread = {name: tuple(f"p{i}" for i in over) for name, over in by_number.items() if over}
+    alike = max(parts) < len(devices)  # some devices compute the same, which is to have the same bits
+    on_each = dataclasses.replace(problem, deterministic=True) if alike else problem
+    local = _in_context(
+        on_one, on_each, args, spread, {name: _product(sizes, over) for name, over in by_number.items()}
+    )
+
+    def placed(arrays: list[Axes]) -> list[NamedSharding]:
+        specs = ([spread.get(name) if n > 1 else None for name, n in axes] for axes in arrays)
+        return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+
+    sums = [_summed_over(axes, spread) for axes in described.outs]
+
+    def shard(*leaves):
+        # traced while XLA compiles, for one device, perhaps under the user's mesh
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), float64_if(leaves):
+            got = tree_leaves(local(*tree_unflatten(tree, leaves)))
+            return [_summed(a, over) if over else a for a, over in zip(got, sums, strict=True)]
+
+    return mesh, shard, placed(described.outs), tuple(placed(described.ins))
+
+
+def _cut(described: Described, sizes: tuple[int, ...], held: list[list[Pieces]]) -> dict[str, tuple[int, ...]]:
+    """Over which axes of a mesh of these sizes each axis is spread: as that array has it which is in most pieces."""
+    spread: dict[str, tuple[int, ...]] = {}
+    for axes, pieces in zip((*described.ins, *described.outs), held, strict=True):
+        for (name, n), numbers in zip(axes, pieces, strict=True):
+            if n > 1 and name in described.free:
+                together = SEQUENCE if name in SEQUENCE else (name,)
+                taken = {i for other, over in spread.items() if other not in together for i in over}
+                over = _mesh_axes(numbers, sizes)
+                while over and (described.lengths[name] % _product(sizes, over) or taken & {*over}):
+                    over = over[:-1]
+                spread[name] = max(spread.get(name, ()), over, key=lambda over: _product(sizes, over))
+    return spread | _sequence(spread, described.lengths, sizes)
 
 
 def _sequence(
@@ -233,6 +248,14 @@ def _warn_of_gathering(
                 math.prod(pieces_of.values()), kept, "; ".join(remedies.get(name, OTHERWISE) for name in along) or OTHERWISE,
             )  # fmt: skip
             return
+
+
+def _summed_over(axes: Axes, spread: Spread) -> tuple[str, ...]:
+    """Of a gradient that has not got all axes: of a bias, or of keys that all devices have."""
+    absent = [name for name, n in axes if n == 1]
+    if "key" not in spread and dict(axes).get("key", 0) > 1:
+        absent.append("query")
+    return tuple(m for name in absent for m in spread.get(name, ()))
 
 
 def _summed(a: Any, over: tuple[str, ...]) -> Any:

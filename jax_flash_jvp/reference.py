@@ -428,21 +428,21 @@ def backward_dual(
     """
     (o, log_sum_exp), (tx, (t_o, mu), tcy) = y, tangents
     queries, _ = inside_of(x)
-    (d_to, d_mu), (d_o, d_lse) = ((cut(a, queries), cut(b, queries, 2)) for a, b in (cy, tcy))
+    (d_o, d_lse), (t_d_o, t_d_lse) = ((cut(a, queries), cut(b, queries, 2)) for a, b in (cy, tcy))
     x, tx = cut_operands(x, x), cut_operands(tx, x)
-    delta = add(d_mu, minus_row_sum(d_to, o))
-    t_delta = add(d_lse, minus_row_sum(d_o, o), minus_row_sum(d_to, t_o))
+    delta = add(d_lse, minus_row_sum(d_o, o))
+    t_delta = add(t_d_lse, minus_row_sum(t_d_o, o), minus_row_sum(d_o, t_o))
     seen = log_sum_exp != -np.inf  # rows that see nothing have no gradient
     # and their scores are -∞, but exp(-∞ + ∞) would be NaN
     scalars = dict(log_sum_exp=jnp.where(seen, log_sum_exp, 0), delta=delta, t_delta=t_delta, minus_mu=multiply(-1, mu))
-    scalars |= {n: jnp.where(seen, a, 0) for n, a in dict(h=d_mu, g=d_lse).items() if a is not None}
-    rows = dict(t_q=tx.query, d_o=d_o, d_to=d_to) | {n: a.mT[..., None] for n, a in scalars.items() if a is not None}
+    scalars |= {n: jnp.where(seen, a, 0) for n, a in dict(d_lse=d_lse, t_d_lse=t_d_lse).items() if a is not None}
+    rows = dict(t_q=tx.query, t_d_o=t_d_o, d_o=d_o) | {n: a.mT[..., None] for n, a in scalars.items() if a is not None}
     keys = dict(t_k=tx.key, t_v=tx.value)
     rows, keys = ({n: a for n, a in arrays.items() if a is not None} for arrays in (rows, keys))
     dtype = np.promote_types(x.query.dtype, jnp.float32)
     sums = {
         prefix + name: lax.full_like(x.query, 0, dtype, like.shape)
-        for prefix, wanted in (("d_t", want), ("d_", want_tangent))
+        for prefix, wanted in (("d_", want), ("t_d_", want_tangent))
         for name, like, wants in zip("kv", (x.key, x.value), wanted[1:3], strict=True)
         if wants
     }
@@ -450,11 +450,11 @@ def backward_dual(
     a = sight.sweep(f, x, problem, rows, keys, sums, loop)
     names = zip(KINDS, x[:DIFFERENTIABLE], strict=True)
     cast_to = {
-        prefix + n: result_dtype(problem, like) for n, like in names if like is not None for prefix in ("d_t", "d_")
+        prefix + n: result_dtype(problem, like) for n, like in names if like is not None for prefix in ("d_", "t_d_")
     }
     a = {n: array.astype(cast_to[n]) for n, array in a.items()}
-    dtx, dx = (Operands(*[a.get(prefix + n) for n in KINDS]) for prefix in ("d_t", "d_"))
-    return dtx, dx
+    dx, tdx = (Operands(*[a.get(prefix + n) for n in KINDS]) for prefix in ("d_", "t_d_"))
+    return dx, tdx
 
 
 def _gradients(
@@ -468,46 +468,46 @@ def _gradients(
     tiles.add("key", **{n: cast(a, tiles.dtype) for n, a in dict(wide_k=x.key, wide_t_k=keys.get("t_k")).items()})
     whole = not problem.partial and (want[0] or want_tangent[0])
     if whole:
-        tiles.add_row_sums(rows_of_d_ts=1, rows_of_d_s=1, mean=x.key.shape[3], t_mean=x.key.shape[3])
-    tiles.add_gradients("d_", want_tangent)
-    tiles.add_gradients("d_t", want)
+        tiles.add_row_sums(rows_of_d_s=1, rows_of_t_d_s=1, mean=x.key.shape[3], t_mean=x.key.shape[3])
+    tiles.add_gradients("t_d_", want_tangent)
+    tiles.add_gradients("d_", want)
 
     def tile(d: Arrays, s: Array, sums: Arrays) -> Arrays:
-        q, v, t_q, t_v, d_o, d_to = map(d.get, ("q", "v", "t_q", "t_v", "d_o", "d_to"))
+        q, v, t_q, t_v, t_d_o, d_o = map(d.get, ("q", "v", "t_q", "t_v", "t_d_o", "d_o"))
         p = jnp.exp(s - d["log_sum_exp"])
         p_kept = thinned(d, p)
-        w = add(thinned(d, outer(d_to, v)), d.get("delta"))
-        t_s = add(tiles.tangent_scores(d), d.get("minus_mu"))
-        d_ts = multiply(p, w)
-        d_s = multiply(p, add(multiply(w, t_s), thinned(d, add(outer(d_o, v), outer(d_to, t_v))), d.get("t_delta")))
-        d_tx, d_x = under_cap(d, d_ts), under_cap(d, d_s)  # of the products, under the cap
+        d_p = add(thinned(d, outer(d_o, v)), d.get("delta"))
+        w = add(tiles.tangent_scores(d), d.get("minus_mu"))
+        d_s = multiply(p, d_p)
+        t_d_s = multiply(p, add(multiply(d_p, w), thinned(d, add(outer(t_d_o, v), outer(d_o, t_v))), d.get("t_delta")))
+        d_x, t_d_x = under_cap(d, d_s), under_cap(d, t_d_s)  # of the products, under the cap
         if problem.soft_cap is not None:
-            bend = multiply(d_tx, multiply(-2 / problem.soft_cap * d["u"], tiles.tangent_products(d)))
-            d_x = add(d_x, bend)
+            bend = multiply(d_x, multiply(-2 / problem.soft_cap * d["u"], tiles.tangent_products(d)))
+            t_d_x = add(t_d_x, bend)
         sums = accumulate(
             sums,
-            d_tq=onto_rows(d_tx, d["wide_k"]),
-            d_tk=onto_columns(d_tx, q),
-            d_tv=onto_columns(p_kept, d_to),
-            d_tbias=d_ts,
+            d_q=onto_rows(d_x, d["wide_k"]),
+            d_k=onto_columns(d_x, q),
+            d_v=onto_columns(p_kept, d_o),
+            d_bias=d_s,
         )
-        d_q = add(onto_rows(d_x, d["wide_k"]), onto_rows(d_tx, d.get("wide_t_k")))
-        d_k = add(onto_columns(d_x, q), onto_columns(d_tx, t_q))
-        d_v = add(onto_columns(p_kept, d_o), onto_columns(multiply(p_kept, t_s), d_to))
+        t_d_q = add(onto_rows(t_d_x, d["wide_k"]), onto_rows(d_x, d.get("wide_t_k")))
+        t_d_k = add(onto_columns(t_d_x, q), onto_columns(d_x, t_q))
+        t_d_v = add(onto_columns(p_kept, t_d_o), onto_columns(multiply(p_kept, w), d_o))
         weights = lax.stop_gradient(under_cap(d, p))  # constant, as they are multiplied by what is zero
         means = dict(mean=onto_rows(weights, d["wide_k"]), t_mean=onto_rows(weights, d.get("wide_t_k")))
-        sums = accumulate(sums, rows_of_d_ts=d_ts, rows_of_d_s=d_s, **means)
-        return accumulate(sums, d_q=d_q, d_k=d_k, d_v=d_v, d_bias=d_s)
+        sums = accumulate(sums, rows_of_d_s=d_s, rows_of_t_d_s=t_d_s, **means)
+        return accumulate(sums, t_d_q=t_d_q, t_d_k=t_d_k, t_d_v=t_d_v, t_d_bias=t_d_s)
 
     sums = tiles.sweep(tile)
 
-    h, g = (tiles.arrays["row"].get(name) for name in ("h", "g"))
+    d_lse, t_d_lse = (tiles.arrays["row"].get(name) for name in ("d_lse", "t_d_lse"))
     common: Arrays = {}
     if whole:
-        less_h, less_g = add(h, -sums["rows_of_d_ts"]), add(g, -sums["rows_of_d_s"])
-        common = dict(d_tq=less_h * sums["mean"], d_q=less_g * sums["mean"] + less_h * sums["t_mean"])
+        less, t_less = add(d_lse, -sums["rows_of_d_s"]), add(t_d_lse, -sums["rows_of_t_d_s"])
+        common = dict(d_q=less * sums["mean"], t_d_q=t_less * sums["mean"] + less * sums["t_mean"])
     if x.bias is not None and x.bias.shape[3] == 1 and not problem.partial:  # the same for all keys: the gradient of ℓ
-        common |= dict(d_tbias=h, d_bias=g)
-        sums |= {name: lax.full_like(sums[name], 0) for name in ("d_tbias", "d_bias") if name in sums}
+        common |= dict(d_bias=d_lse, t_d_bias=t_d_lse)
+        sums |= {name: lax.full_like(sums[name], 0) for name in ("d_bias", "t_d_bias") if name in sums}
     sums = accumulate(sums, **common)
-    return tiles.take_gradients("d_t", sums) | tiles.take_gradients("d_", sums)
+    return tiles.take_gradients("d_", sums) | tiles.take_gradients("t_d_", sums)

@@ -109,9 +109,9 @@ def test_hidden_keys_reach_no_gradient(implementation, feature):
 
 
 MUTANTS = {
-    "excess-of-dS": ("b_dq = products.without_mean(b_dq, b_r, b_mean)", "pass"),
-    "excess-of-its-tangent": ("b_tdq = products.without_mean(b_tdq, b_tr, b_mean)", "pass"),
-    "mean-of-the-tangents": ("b_tdq = products.without_mean(b_tdq, b_r, b_mean)", "pass"),
+    "excess-of-dS": ("b_dq = without_mean(b_dq, b_r, KEY_MEAN", "_ = without_mean(b_dq, b_r, KEY_MEAN"),
+    "excess-of-its-tangent": ("b_tdq = without_mean(b_tdq, b_tr, KEY_MEAN", "_ = without_mean(b_tdq, b_tr, KEY_MEAN"),
+    "mean-of-the-tangents": ("b_tdq = without_mean(b_tdq, b_r, T_KEY_MEAN", "_ = without_mean(b_tdq, b_r, T_KEY_MEAN"),
     "sums-before-rounding": ("b_rounded = operand(b_dx, dtype, PRECISION).to(tl.float32)", "b_rounded = b_dx"),
     "log-sum-exp-ignored": ("b_r -= tl.where(", "tl.where("),
 }
@@ -165,7 +165,7 @@ def test_delta_is_corrected(broken_kernels):
         return error(oracle.evaluate(compute, attention, arrays, "bfloat16")["dk"]) / error(naive)
 
     corrected = ours()
-    broken_kernels(backward, "        delta += b_r\n", "        pass\n")
+    broken_kernels(backward, "    delta += b_r\n", "    pass\n")
     assert corrected < 0.7 < ours()
 
 
@@ -297,9 +297,15 @@ def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):
 
 
 HOPPER_MUTANTS = {
-    "excess-of-dS": ("b_da = products.without_mean(b_da, excess, X.KEY_MEAN, mean, C, FIRST)", "pass"),
-    "excess-of-its-tangent": ("b_tda = products.without_mean(b_tda, excess, X.KEY_MEAN, mean, C, FIRST)", "pass"),
-    "mean-of-the-tangents": ("b_tda = products.without_mean(b_tda, excess, X.T_KEY_MEAN, mean, C, FIRST)", "pass"),
+    "excess-of-dS": ("b_da = products.without_mean(b_da, excess, X.KEY_MEAN, mean, options.C, FIRST)", "pass"),
+    "excess-of-its-tangent": (
+        "b_tda = products.without_mean(b_tda, excess, X.KEY_MEAN, mean, options.C, FIRST)",
+        "pass",
+    ),
+    "mean-of-the-tangents": (
+        "b_tda = products.without_mean(b_tda, excess, X.T_KEY_MEAN, mean, options.C, FIRST)",
+        "pass",
+    ),
     "of-another-head": (
         "statistics.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_stream",
         "statistics.COMMON",

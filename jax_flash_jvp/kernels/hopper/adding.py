@@ -175,10 +175,10 @@ def row_sums(slot, memory, options):
 
 
 @gluon.jit
-def make_dq_in_turn(make_dq: gl.constexpr, i, turn, w: gl.constexpr, memory, options):
-    """After the i-th tile, if it is this warpgroup's; then again after as many tiles as there are warpgroups.  `turn`, one number
-    as registers are few: how many tiles until then, ODD, as barriers have phases, if so many turns are over, and COMMON_KEYS."""
-    if (turn & (ODD - 1)) == 0:
-        make_dq(i - options.LAG, w, (turn & ODD) // ODD, turn >= COMMON_KEYS, memory, options)
-        turn = (turn ^ ODD) + options.GROUPS
-    return turn - 1
+def make_dq_in_turn(make_dq: gl.constexpr, i, countdown, w: gl.constexpr, memory, options):
+    """After the i-th tile, if it is this warpgroup's; then again after as many tiles as there are warpgroups.  `countdown`, one
+    number as registers are few: tiles until then; ODD, as barriers have phases, if so many turns are over; and COMMON_KEYS."""
+    if (countdown & (ODD - 1)) == 0:
+        make_dq(i - options.LAG, w, (countdown & ODD) // ODD, countdown >= COMMON_KEYS, memory, options)
+        countdown = (countdown ^ ODD) + options.GROUPS
+    return countdown - 1

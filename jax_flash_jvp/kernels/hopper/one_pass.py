@@ -152,9 +152,9 @@ def consume(w: gl.constexpr, memory, call, options):
     mbarrier.wait(memory.v_full.index(0), 0)
     if options.FEATURES.key_lengths:
         clean_resident(w, block.key_end - a_start, memory, options)
-    turn = options.LAG + w
+    countdown = options.LAG + w
     if options.CORRECTED:
-        turn += gl.load(call.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_a) * adding.COMMON_KEYS
+        countdown += gl.load(call.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_a) * adding.COMMON_KEYS
     i = 0
     for i_g in range(block.group):
         visits = visits_of_head(i_g, block, ints, selection, options)
@@ -164,11 +164,11 @@ def consume(w: gl.constexpr, memory, call, options):
             j = adding.tile_of(t, visits, options)
             masked = adding.is_masked(t, visits, options)
             ds, totals = steps.step(i, j, masked, w, a_start, sight, ds, totals, memory, call.scale, options)
-            turn = adding.make_dq_in_turn(steps.make_dq, i, turn, w, memory, options)
+            countdown = adding.make_dq_in_turn(steps.make_dq, i, countdown, w, memory, options)
             i += 1
     totals = steps.last_product(i, ds, totals, memory, options)
     for more in range(options.LAG):
-        turn = adding.make_dq_in_turn(steps.make_dq, i + more, turn, w, memory, options)
+        countdown = adding.make_dq_in_turn(steps.make_dq, i + more, countdown, w, memory, options)
     # worked out again, as the loop has no registers for it
     again = unfolded(gl.program_id(0), i)
     if options.DUAL:

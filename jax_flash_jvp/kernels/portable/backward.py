@@ -29,6 +29,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     aligned,
     inner,
     lengths,
+    load_if,
     load_rows,
     load_statistic,
     log2_sum_exp,
@@ -131,13 +132,10 @@ def key_side(
     o_r = tl.arange(0, BN)
     o_n = (i_n * BN + o_r)[:, None]
     b_k = load_rows(K + k_offset, i_n * BN, s_k, o_r, key_end, D, True)  # [BN, D]
-    b_tk = b_k
-    if HAS_TK:
-        b_tk = load_rows(TK + k_offset, i_n * BN, s_k, o_r, key_end, D, True)
+    b_tk = load_if(HAS_TK, b_k, TK + k_offset, i_n * BN, s_k, o_r, key_end, D, True)
     if WANT_K or WANT_TK:
         b_v = load_rows(V + v_offset, i_n * BN, s_v, o_r, key_end, DV, True)
-        if HAS_TV:
-            b_tv = load_rows(TV + v_offset, i_n * BN, s_v, o_r, key_end, DV, True)
+        b_tv = load_if(HAS_TV, b_v, TV + v_offset, i_n * BN, s_v, o_r, key_end, DV, True)
     b_dk = sums(BN, D) if WANT_K else 0.0
     b_dv = sums(BN, DV) if WANT_V else 0.0
     b_tdk = sums(BN, D) if WANT_TK else 0.0
@@ -171,10 +169,7 @@ def key_side(
                         b_p = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_p, 0.0)
                     b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                     b_pv = thinned(b_p, b_kept, FEATURES)
-                    if HAS_TQ:
-                        b_tq = load_rows(TQ + q_offset, row, s_q, o_c, query_end, D, RAGGED)
-                    else:
-                        b_tq = b_q
+                    b_tq = load_if(HAS_TQ, b_q, TQ + q_offset, row, s_q, o_c, query_end, D, RAGGED)
                     if HAS_TS and (WANT_TK or WANT_TV):
                         b_ts = tangent_products(b_k, b_q, b_tk, b_tq, HAS_TK, HAS_TQ, PRECISION)
                         b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
@@ -240,7 +235,6 @@ def query_side(
 ):  # fmt: skip
     """dQ and its tangent for one block of queries, and δ and δ̇ less the excess of row sums: a pass over the keys, or over a share
     of them; then results are [n_shares, …], and add up."""
-    CAPPED: tl.constexpr = FEATURES.cap
     SUM_DS: tl.constexpr = CORRECTED and (WANT_Q or (WANT_TQ and HAS_TK))
     SUM_TDS: tl.constexpr = CORRECTED and WANT_TQ
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
@@ -264,13 +258,9 @@ def query_side(
     x = i_bh * LQ + i_m * BM + o_r
     m_x = i_m * BM + o_r < query_end
     b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, query_end, D, True)  # [BM, D]
-    b_tq = b_q
-    if HAS_TQ:
-        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
-    if HAS_DO:
-        b_do = load_rows(DO + o_offset, i_m * BM, s_o, o_r, query_end, DV, True)
-    if HAS_TDO:
-        b_tdo = load_rows(TDO + o_offset, i_m * BM, s_o, o_r, query_end, DV, True)
+    b_tq = load_if(HAS_TQ, b_q, TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
+    b_do = load_if(HAS_DO, b_q, DO + o_offset, i_m * BM, s_o, o_r, query_end, DV, True)
+    b_tdo = load_if(HAS_TDO, b_q, TDO + o_offset, i_m * BM, s_o, o_r, query_end, DV, True)
     lse2 = tl.load(LSE2 + x, mask=m_x, other=float("inf"))
     delta = tl.load(DELTA + x, mask=m_x, other=0.0)
     if WANT_TQ:
@@ -284,9 +274,7 @@ def query_side(
     b_te = tl.zeros([BM], tl.float32)  # to ḋS
     b_c = tl.zeros([BM], tl.float32)  # of P under the cap
     mean = i_b * (HQ // GROUP) + i_h // GROUP
-    common = 0
-    if CORRECTED:
-        common = tl.load(COMMON + mean)
+    common = tl.load(COMMON + mean) if CORRECTED else 0
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
     tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
@@ -311,17 +299,14 @@ def query_side(
                     b_ds += thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
                 b_ds = b_p * b_ds
                 b_dx = under_cap(b_ds, b_u, FEATURES)
-                if CAPPED and CORRECTED:
+                if FEATURES.cap and CORRECTED:
                     b_c += tl.sum(under_cap(b_p, b_u, FEATURES), 1)
                 if SUM_DS:
-                    if common != 0:
-                        b_r, b_e = with_rows(b_r, b_e, b_ds, b_dx, b_k[0].dtype, PRECISION, FEATURES)
+                    b_r, b_e = with_rows(b_r, b_e, b_ds, b_dx, common, b_k[0].dtype, PRECISION, FEATURES)
                 if WANT_Q:
                     b_dq = accumulated(b_dq, b_dx, b_k, PRECISION)
                 if WANT_TQ:
-                    b_tk = b_k
-                    if HAS_TK:
-                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                    b_tk = load_if(HAS_TK, b_k, TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                     b_tds = -t_delta[:, None]
                     if HAS_TDO:
                         b_tds += thinned(products(b_tdo, b_v, PRECISION), b_kept, FEATURES)
@@ -337,8 +322,7 @@ def query_side(
                     if FEATURES.cap and HAS_TS:
                         b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
                     if SUM_TDS:
-                        if common != 0:
-                            b_tr, b_te = with_rows(b_tr, b_te, b_tds, b_tdx, b_k[0].dtype, PRECISION, FEATURES)
+                        b_tr, b_te = with_rows(b_tr, b_te, b_tds, b_tdx, common, b_k[0].dtype, PRECISION, FEATURES)
                     b_tdq = accumulated(b_tdq, b_tdx, b_k, PRECISION)
                     if HAS_TK:
                         b_tdq = accumulated(b_tdq, b_dx, b_tk, PRECISION)
@@ -352,23 +336,14 @@ def query_side(
         if WANT_TQ:
             t_delta = tl.where(m_once, t_delta, 0.0)
     if SUM_DS:
-        b_r = excess(b_r, common, lse2, D_LSE, x, m_once, HAS_D_LSE)
-        delta += b_r
-        if CAPPED:
-            b_r = b_r * b_c + b_e
+        delta, b_r = with_excess(delta, b_r, b_c, b_e, common, lse2, D_LSE, x, m_once, HAS_D_LSE, FEATURES)
         if WANT_Q:
-            b_mean = mean_keys(KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
-            b_dq = without_mean(b_dq, b_r, b_mean)
+            b_dq = without_mean(b_dq, b_r, KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
         if WANT_TQ and HAS_TK:
-            b_mean = mean_keys(T_KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
-            b_tdq = without_mean(b_tdq, b_r, b_mean)
+            b_tdq = without_mean(b_tdq, b_r, T_KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
     if SUM_TDS:
-        b_tr = excess(b_tr, common, lse2, TD_LSE, x, m_once, HAS_TD_LSE)
-        t_delta += b_tr
-        if CAPPED:
-            b_tr = b_tr * b_c + b_te
-        b_mean = mean_keys(KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
-        b_tdq = without_mean(b_tdq, b_tr, b_mean)
+        t_delta, b_tr = with_excess(t_delta, b_tr, b_c, b_te, common, lse2, TD_LSE, x, m_once, HAS_TD_LSE, FEATURES)
+        b_tdq = without_mean(b_tdq, b_tr, KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
     before = rows_before(i_share, tl.cdiv(LQ, BM), n_shares, LQ, FEATURES)
     x += before
     q_offset, s_dq = results(i_b, i_h, HQ, LQ, D, FEATURES)
@@ -383,21 +358,30 @@ def query_side(
 
 
 @triton.jit
-def with_rows(b_r, b_e, b_ds, b_dx, dtype: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr):
-    """Row sums with those of a tile: of dS as it is multiplied, or, under a cap, of dS and of what rounding adds to it there."""
-    b_rounded = operand(b_dx, dtype, PRECISION).to(tl.float32)
-    if FEATURES.cap:
-        return b_r + tl.sum(b_ds, 1), b_e + tl.sum(b_rounded - b_dx, 1)
-    else:
-        return b_r + tl.sum(b_rounded, 1), b_e
+def with_rows(b_r, b_e, b_ds, b_dx, common, dtype: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr):
+    """Row sums with those of a tile, if keys have much in common: of dS as it is multiplied, or, under a cap, of dS and of what
+    rounding adds to it there."""
+    if common != 0:
+        b_rounded = operand(b_dx, dtype, PRECISION).to(tl.float32)
+        if FEATURES.cap:
+            b_r += tl.sum(b_ds, 1)
+            b_e += tl.sum(b_rounded - b_dx, 1)
+        else:
+            b_r += tl.sum(b_rounded, 1)
+    return b_r, b_e
 
 
 @triton.jit
-def excess(b_r, common, lse2, D_LSE, x, m_x, HAS_D_LSE: tl.constexpr):
-    """By how much row sums exceed the cotangent of ℓ, where they were made; a row that sees nothing has none."""
+def with_excess(delta, b_r, b_c, b_e, common, lse2, D_LSE, x, m_x, HAS_D_LSE: tl.constexpr, FEATURES: tl.constexpr):
+    """(δ with the excess of row sums over the cotangent of ℓ, where they were made; the excess before the cap, with the row sums
+    of P there and what rounding adds).  A row that sees nothing has no excess."""
     if HAS_D_LSE:
         b_r -= tl.where(lse2 == float("inf"), 0.0, tl.load(D_LSE + x, mask=m_x, other=0.0))
-    return tl.where(common != 0, b_r, 0.0)
+    b_r = tl.where(common != 0, b_r, 0.0)
+    delta += b_r
+    if FEATURES.cap:
+        b_r = b_r * b_c + b_e
+    return delta, b_r
 
 
 @triton.jit
@@ -410,8 +394,9 @@ def mean_keys(MEAN, i, offset, row, HQ, o_r, LQ, common, D: tl.constexpr, FEATUR
 
 
 @triton.jit
-def without_mean(b_x, b_r, b_mean):
-    """x − r m, of a number r for each row and the mean m."""
+def without_mean(b_x, b_r, MEAN, i, offset, row, HQ, o_r, LQ, common, D: tl.constexpr, FEATURES: tl.constexpr):
+    """x − r m, of a number r for each row and the mean keys m."""
+    b_mean = mean_keys(MEAN, i, offset, row, HQ, o_r, LQ, common, D, FEATURES)
     b_y = (b_x[0] - b_r[:, None] * b_mean[0],)
     for PART in tl.static_range(1, len(b_x)):
         b_y = b_y + (b_x[PART] - b_r[:, None] * b_mean[PART],)

@@ -14,6 +14,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     INTEGERS,
     aligned,
     lengths,
+    load_if,
     load_rows,
     products,
     results,
@@ -109,12 +110,8 @@ def score_side(
                 b_tds += thinned(products(b_do, b_tv, PRECISION), b_kept, FEATURES)
             b_tds = b_p * b_tds
             if HAS_TS:
-                b_tq = b_q
-                if HAS_TQ:
-                    b_tq = load_rows(TQ + q_offset, row, s_q, o_r, query_end, D, True)
-                b_tk = b_k
-                if HAS_TK:
-                    b_tk = load_rows(TK + k_offset, column, s_k, o_c, key_end, D, True)
+                b_tq = load_if(HAS_TQ, b_q, TQ + q_offset, row, s_q, o_r, query_end, D, True)
+                b_tk = load_if(HAS_TK, b_k, TK + k_offset, column, s_k, o_c, key_end, D, True)
                 b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
                 b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                 b_tds += b_ds * (b_w - tl.load(MU + x, mask=m_x, other=0.0)[:, None])

@@ -19,6 +19,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     accumulated,
     aligned,
     lengths,
+    load_if,
     load_rows,
     log2_sum_exp,
     own_block,
@@ -50,6 +51,29 @@ from jax_flash_jvp.kernels.portable.visibility import (
 )
 
 HIDES_ROW = tl.constexpr(0.9 * problem.HIDES)  # with the scores that the bias is added to
+
+
+@triton.jit
+def softmax(b_s, b_m, scale, PHASE: tl.constexpr, NEGATIVE: tl.constexpr, LINEAR: tl.constexpr, FEATURES: tl.constexpr):
+    """(P, what earlier sums are to be multiplied by, maxima in base 2) with these scores, which `scores` has scaled but in the
+    last case, where the scale may be NEGATIVE."""
+    if LINEAR:
+        m_new = b_m
+        b_p = tl.math.exp2(b_s - b_m[:, None])
+        alpha = tl.full([b_s.shape[0]], 1.0, tl.float32)
+    elif PHASE > 0 or FEATURES.bias.present or FEATURES.cap:
+        m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        m_shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen so far
+        b_p = tl.math.exp2(b_s - m_shift[:, None])
+        alpha = tl.math.exp2(b_m - m_shift)
+    else:
+        if NEGATIVE:
+            m_new = tl.maximum(b_m, tl.min(b_s, 1) * (scale * LOG2E))
+        else:
+            m_new = tl.maximum(b_m, tl.max(b_s, 1) * (scale * LOG2E))
+        b_p = tl.math.exp2(b_s * (scale * LOG2E) - m_new[:, None])
+        alpha = tl.math.exp2(b_m - m_new)
+    return b_p, alpha, m_new
 
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
@@ -87,9 +111,7 @@ def forward(
     x = i_bh * LQ + i_m * BM + o_r
     m_x = i_m * BM + o_r < LQ
     b_q = load_rows(Q + q_offset, i_m * BM, s_q, o_r, query_end, D, True)  # [BM, D]
-    b_tq = b_q
-    if HAS_TQ:
-        b_tq = load_rows(TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
+    b_tq = load_if(HAS_TQ, b_q, TQ + q_offset, i_m * BM, s_q, o_r, query_end, D, True)
     if LINEAR:
         b_m = log2_sum_exp(tl.load(SAVED + x, mask=m_x, other=float("inf")))
     else:
@@ -118,9 +140,7 @@ def forward(
                         b_tq = load_rows(TQ + q_offset, again, s_q, o_r, query_end, D, True)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
                 if HAS_TS:  # before the softmax, so that the tensor cores work while it runs
-                    b_tk = b_k
-                    if HAS_TK:
-                        b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                    b_tk = load_if(HAS_TK, b_k, TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                     b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
 
                 b_u = 0.0
@@ -128,23 +148,7 @@ def forward(
                     b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
                     if PHASE > 0:
                         b_s = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_s, -float("inf"))
-                if LINEAR:
-                    m_new = b_m
-                    b_p = tl.math.exp2(b_s - b_m[:, None])
-                    alpha = tl.full([BM], 1.0, tl.float32)
-                elif PHASE > 0 or FEATURES.bias.present or FEATURES.cap:
-                    m_new = tl.maximum(b_m, tl.max(b_s, 1))
-                    m_shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen so far
-                    b_p = tl.math.exp2(b_s - m_shift[:, None])
-                    alpha = tl.math.exp2(b_m - m_shift)
-                else:
-                    if NEGATIVE:
-                        m_new = tl.maximum(b_m, tl.min(b_s, 1) * (scale * LOG2E))
-                    else:
-                        m_new = tl.maximum(b_m, tl.max(b_s, 1) * (scale * LOG2E))
-                    b_p = tl.math.exp2(b_s * (scale * LOG2E) - m_new[:, None])
-                    alpha = tl.math.exp2(b_m - m_new)
-                b_m = m_new
+                b_p, alpha, b_m = softmax(b_s, b_m, scale, PHASE, NEGATIVE, LINEAR, FEATURES)
                 b_pl = tl.sum(b_p, 1)
                 b_l_before = b_l * alpha
                 b_l = b_l_before + b_pl

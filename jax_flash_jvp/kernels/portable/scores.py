@@ -122,6 +122,15 @@ def load_rows(X, row, stride, o_r, L, D: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_if(PRESENT: tl.constexpr, b_x, X, row, stride, o_r, end, D: tl.constexpr, MASKED: tl.constexpr):
+    """As `load_rows`, or b_x, which nobody reads, where there is no such array."""
+    if PRESENT:
+        return load_rows(X, row, stride, o_r, end, D, MASKED)
+    else:
+        return b_x
+
+
+@triton.jit
 def store_rows(X, row, stride, o_r, L, D: tl.constexpr, b_x):
     for PART in tl.static_range(len(b_x)):
         p_x, o_d = block_pointers(X, row, stride, o_r, D, PART)
