@@ -22,7 +22,7 @@ from torch_bridge import private
 
 # PyTorch's, whatever `patch` puts in their place
 _batch_norm, _group_norm, _instance_norm, _layer_norm = F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm
-_glu, _linear, _make_dual = F.glu, F.linear, forward_ad.make_dual
+_glu, _linear, _make_dual, _rms_norm = F.glu, F.linear, forward_ad.make_dual, F.rms_norm
 HALF = torch.float16, torch.bfloat16
 
 
@@ -120,6 +120,18 @@ def batch_norm(
     return _affine((x - mean) * rstd, t_x * rstd, weight, bias, input.dtype)
 
 
+def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """PyTorch 2.11 does not compile its own in a JVP."""
+    if _plain(input, weight) or _constant(input, weight):
+        return _rms_norm(input, normalized_shape, weight, eps)
+    axes = tuple(range(-len(normalized_shape), 0))
+    x, t_x = _unpack_dual(_wide(input))
+    rstd = torch.rsqrt((x * x).mean(axes, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
+    y = x * rstd
+    t_y = None if t_x is None else (t_x - y * (y * t_x).mean(axes, keepdim=True)) * rstd
+    return _affine(y, t_y, weight, None, _dtype_of_norms(input))
+
+
 def glu(input: Tensor, dim: int = -1) -> Tensor:
     """PyTorch's has no gradient through its JVP."""
     if _plain(input) or input.dim() == 0 or input.shape[dim] % 2:
@@ -130,9 +142,7 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
 
 def _normalized(input, shape, weight, bias, eps, restore):
     """layer_norm over `shape`; `restore` gives results their own shape, before weight and bias."""
-    kind = input.device.type
-    # CUDA's autocast has float32 for norms, the CPU's leaves them
-    dtype = torch.float32 if kind != "cpu" and torch.is_autocast_enabled(kind) else input.dtype
+    dtype = _dtype_of_norms(input)
     x, t_x = _unpack_dual(_wide(input))
     y = _layer_norm(x, shape, None, None, eps)
     if t_x is None:
@@ -142,6 +152,12 @@ def _normalized(input, shape, weight, bias, eps, restore):
     rstd = torch.rsqrt(x.var(axes, correction=0, keepdim=True) + eps)
     t_y = (t_x - y * (y * t_x).mean(axes, keepdim=True)) * rstd
     return _affine(restore(y), restore(t_y), weight, bias, dtype)
+
+
+def _dtype_of_norms(input):
+    """CUDA's autocast has float32 for norms, the CPU's leaves them."""
+    kind = input.device.type
+    return torch.float32 if kind != "cpu" and torch.is_autocast_enabled(kind) else input.dtype
 
 
 def _affine(y, t_y, weight, bias, dtype):
@@ -211,6 +227,7 @@ FUNCTIONS: dict[Callable, Callable] = {  # by PyTorch's
     _layer_norm: layer_norm,
     _group_norm: group_norm,
     _instance_norm: instance_norm,
+    _rms_norm: rms_norm,
     _batch_norm: batch_norm,
     **{
         function: _convolution(function)

@@ -142,7 +142,7 @@ MODULES = {  # all of [2, 4, 16]
     "TransformerDecoderLayer": lambda: Of(both, a=nn.TransformerDecoderLayer(**layer)),
 }  # fmt: skip
 UNCHANGED = {  # of which `patch` replaces no function
-    "Bilinear", "RMSNorm", "LocalResponseNorm", "normalize", "GELU", "GELU, tanh", "SiLU", "Mish", "ReLU, ELU, LeakyReLU",
+    "Bilinear", "LocalResponseNorm", "normalize", "GELU", "GELU, tanh", "SiLU", "Mish", "ReLU, ELU, LeakyReLU",
     "PReLU", "Softplus, Tanh, Sigmoid", "Hardswish", "Softmax, LogSoftmax", "Dropout, eval", "AvgPool, MaxPool",
     "AdaptiveAvgPool2d", "Upsample, bilinear", "PixelShuffle, ReflectionPad2d", "Unfold", "RoPE",
 }  # fmt: skip
