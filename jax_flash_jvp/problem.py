@@ -346,8 +346,9 @@ def _check_blocks(shape: Sequence[int], scores: Sequence[int], key_heads: int, b
 
 def check_implementation(implementation: Any, allowed: Sequence[str | None], reference: str) -> None:
     if implementation not in allowed:
-        hint = f"; the tiled reference is {reference!r}" if implementation in ("reference", "xla") else ""
-        raise ValueError(f"`implementation` must be one of {allowed}: got {implementation!r}{hint}")
+        known = implementation in ("reference", "xla")
+        hint = f"the tiled reference is {reference!r}" if known else "None takes the kernels where they serve the call"
+        raise ValueError(f"`implementation` must be one of {allowed}: got {implementation!r}; {hint}")
 
 
 def check_served(implementation: str | None, x: Operands, reference: str) -> None:

@@ -515,7 +515,7 @@ def test_errors_under_jit():
         jax.jit(lambda c: dot_product_attention(**changed(), is_causal=c))(True)
     with pytest.raises(TypeError, match=r"`local_window_size` must be known when .* traced; make it a static argument"):
         jax.jit(lambda w: dot_product_attention(**changed(), local_window_size=(w, None)))(3)
-    with pytest.raises(ValueError, match=r"`implementation` must be one of .*: got 'cudnn'"):
+    with pytest.raises(ValueError, match=r"`implementation` must be one of .*: got 'cudnn'; None takes the kernels"):
         dot_product_attention(**changed(), implementation="cudnn")
 
 
