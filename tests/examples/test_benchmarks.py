@@ -399,7 +399,7 @@ def test_laplacian(tmp_path, monkeypatch, capsys):
     assert laplacian.main([*size, *QUICK]) == 0
     with open(tmp_path / "out.csv", newline="") as file:
         ways = [row["who"] for row in csv.DictReader(file)]
-    expected = [f"{who}, {way}" for way in ("jvp of jvp", "HVPs") for who in ("jax-flash-jvp", "naive")]
+    expected = [f"{who}, {way}" for way in ("jvp of jvp", "HVPs", "linearized") for who in ("jax-flash-jvp", "naive")]
     assert [way for way in ways if "folx" not in way] == expected
     monkeypatch.setattr(laplacian, "dot_product_attention", lambda q, k, v: laplacian.naive_attention(q, k, 1.05 * v))
     assert laplacian.main([*size, *QUICK, "--contenders", "jax-flash-jvp, HVPs"]) == 1
