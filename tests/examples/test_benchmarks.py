@@ -394,8 +394,10 @@ def test_forces_that_are_wrong_are_not_timed(tmp_path, monkeypatch, capsys):
     assert "XLA" not in (tmp_path / "out.csv").read_text()
 
 
+@pytest.mark.thorough
 def test_laplacian(tmp_path, monkeypatch, capsys):
-    size = ["--walkers", "3", "--electrons", "3", "--heads", "2", "--head-dim", "4", "--output", str(tmp_path / "out")]
+    size = ["--walkers", "3", "--electrons", "3", "--heads", "2", "--head-dim", "4", "--depth", "1"]
+    size += ["--output", str(tmp_path / "out")]
     assert laplacian.main([*size, *QUICK]) == 0
     with open(tmp_path / "out.csv", newline="") as file:
         ways = [row["who"] for row in csv.DictReader(file)]
