@@ -9,6 +9,7 @@ The network gives each walker, [electrons, 3] coordinates, a number f; its Lapla
 
     jvp of jvp    one direction at a time, forward over forward: no gradient, nothing is kept
     HVPs          one direction at a time, forward over reverse: a row of the Hessian, of which one element counts
+    linearized    the same, by jax.linearize of the gradient: what does not depend on the direction is computed once, and kept
     folx          all directions in one forward pass, with their values, Jacobian and Laplacian
 
 Directions are mapped, so many at a time.  Every contender is first checked against float64 on two walkers, and may err twice as
@@ -76,6 +77,11 @@ def hvps(f: Network, x: jax.Array, at_once: int) -> jax.Array:
     return over_directions(lambda t: jnp.sum(t * jax.jvp(gradient, (x,), (t,))[1], (1, 2)), x, at_once)
 
 
+def linearized(f: Network, x: jax.Array, at_once: int) -> jax.Array:
+    _, product = jax.linearize(jax.grad(lambda x: f(x).sum()), x)
+    return over_directions(lambda t: jnp.sum(t * product(t), (1, 2)), x, at_once)
+
+
 def by_folx(f: Network, x: jax.Array, at_once: int) -> jax.Array:
     import folx
 
@@ -87,7 +93,7 @@ def contenders(options: argparse.Namespace) -> dict[str, tuple[Callable, Callabl
     """By name: the way, the attention, and how many at a time, directions or, for folx, walkers."""
     found = {
         f"{name}, {way}": (take, attention, options.directions)
-        for way, take in (("jvp of jvp", jvp_of_jvp), ("HVPs", hvps))
+        for way, take in (("jvp of jvp", jvp_of_jvp), ("HVPs", hvps), ("linearized", linearized))
         for name, attention in (("jax-flash-jvp", dot_product_attention), ("naive", naive_attention))
     }
     if importlib.util.find_spec("folx"):

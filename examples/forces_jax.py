@@ -115,7 +115,7 @@ def evaluated(config: Config, weights: Weights) -> Evaluated:
 def main(config: Config) -> None:
     data = prepare(config)
     optimizer = make_optimizer(config)
-    with jax.default_matmul_precision("highest"):  # TensorFloat32 would make forces rough, and energy drift
+    with jax.default_matmul_precision("highest"):  # TensorFloat32 keeps three digits, too few for a simulation
         state, history, steps_per_second = train(
             config,
             initial_state(jax.tree.map(jnp.asarray, initialize(config)), optimizer),

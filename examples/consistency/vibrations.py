@@ -32,7 +32,7 @@ class Learned(Calculator):
         self.model = model
 
     def calculate(
-        self, atoms: Atoms = None, properties: Sequence[str] = ("energy",), system_changes=all_changes
+        self, atoms: Atoms | None = None, properties: Sequence[str] = ("energy",), system_changes=all_changes
     ) -> None:
         super().calculate(atoms, properties, system_changes)
         (energy,), (forces,) = self.model.energies_and_forces(pack([atoms]))

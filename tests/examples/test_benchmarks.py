@@ -394,12 +394,14 @@ def test_forces_that_are_wrong_are_not_timed(tmp_path, monkeypatch, capsys):
     assert "XLA" not in (tmp_path / "out.csv").read_text()
 
 
+@pytest.mark.thorough
 def test_laplacian(tmp_path, monkeypatch, capsys):
-    size = ["--walkers", "3", "--electrons", "3", "--heads", "2", "--head-dim", "4", "--output", str(tmp_path / "out")]
+    size = ["--walkers", "3", "--electrons", "3", "--heads", "2", "--head-dim", "4", "--depth", "1"]
+    size += ["--output", str(tmp_path / "out")]
     assert laplacian.main([*size, *QUICK]) == 0
     with open(tmp_path / "out.csv", newline="") as file:
         ways = [row["who"] for row in csv.DictReader(file)]
-    expected = [f"{who}, {way}" for way in ("jvp of jvp", "HVPs") for who in ("jax-flash-jvp", "naive")]
+    expected = [f"{who}, {way}" for way in ("jvp of jvp", "HVPs", "linearized") for who in ("jax-flash-jvp", "naive")]
     assert [way for way in ways if "folx" not in way] == expected
     monkeypatch.setattr(laplacian, "dot_product_attention", lambda q, k, v: laplacian.naive_attention(q, k, 1.05 * v))
     assert laplacian.main([*size, *QUICK, "--contenders", "jax-flash-jvp, HVPs"]) == 1
