@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torch_bridge import compute, private, reference
 from torch_bridge.operators import filled, library, ops, outside_dynamo
@@ -127,8 +128,9 @@ def _from_jvp(args, with_lse):
         results = _dual(x, tx, (selection, *static), below=_straight_below)
     finally:
         private.push_dynamic_layer_stack(level)
-    o, lse, t_o, mu = (private.wrap_for_grad(a, 1) for a in results)
-    return make_dual(o, t_o, level=0), make_dual(lse, mu, level=0) if with_lse else None
+    o, lse, t_o, mu = results
+    dual = lambda a, t: make_dual(private.wrap_for_grad(a, 1), private.wrap_for_grad(t, 1), level=0)
+    return dual(o, t_o), dual(lse, mu) if with_lse else None
 
 
 def _wrapped(a) -> bool:
@@ -176,7 +178,7 @@ class _Record(private.SingleLevelFunction):
         return tuple(outputs)
 
     @staticmethod
-    @torch.compiler.disable
+    @outside_dynamo
     def backward(ctx, *cotangents):
         (n, m), wanted, saved = ctx.counts, ctx.needs_input_grad[3:], ctx.saved_tensors
         if not _some(cotangents):
@@ -213,7 +215,8 @@ def _differentiable(inputs, wanted):
 def _forward(*args, below=_below):
     q, k, v, mask, selection, is_causal, scale, options, *_ = args  # `split` takes longer, in every eager call
     x, static = (q, k, v, mask), (selection, is_causal, scale, options)
-    px, tx = _unpack(x)
+    # past the dispatcher no compiled graph calls, whose levels forward_ad would not see; to unpack takes as long as to allocate
+    px, tx = (x, NONE) if below is _straight_below and forward_ad._current_level < 0 else _unpack(x)
     if _some(tx):
         return _pack(*_halves(_dual(px, tx, static, kept=x)))
 

@@ -25,6 +25,7 @@ import meanflow  # noqa: E402
 import measure  # noqa: E402
 import published  # noqa: E402
 import regret  # noqa: E402
+import robot_policy  # noqa: E402
 import torch_calls  # noqa: E402
 import visibility  # noqa: E402
 from measure import PRODUCTS, Case, Contender, Oracle  # noqa: E402
@@ -328,6 +329,16 @@ def test_host_time(capsys):
     }  # fmt: skip
     host_time.profile(jobs[host_time.DUAL], 1, lambda: None)
     assert "function calls" in capsys.readouterr().out
+
+
+def test_robot_policy(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # C++ takes a minute
+    sizes = dict(batch=2, length=24, heads=2, channels=8, depth=1, steps=1)
+    ways = ["eager, no checkpoints", "eager", "compiled"]
+    assert robot_policy.main([*(f"--{name}={n}" for name, n in sizes.items()), "--ways", *ways]) == 0
+    out = capsys.readouterr().out
+    assert [line.split("  ")[1] for line in out.splitlines()[1:]] == ways
+    assert out.count("steps/s") == 3
 
 
 @pytest.mark.parametrize(("name", "who"), [("jax", ["jax-flash-jvp", "XLA"]), ("torch", ["torch_bridge", "SDPA math"])])

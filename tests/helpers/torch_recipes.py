@@ -51,7 +51,7 @@ class MeanFlow(nn.Module):
         u, du_dt = jvp(net, (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
         for block in self.net.blocks if self.checkpointed else ():
             along = lambda u, du_dt, block=block: jvp(block, (u,), (du_dt,))
-            u, du_dt = checkpoint(along, u, du_dt, use_reentrant=False)
+            u, du_dt = checkpoint(along, u, du_dt, use_reentrant=False, preserve_rng_state=False)
         target = v - (t - r)[:, None, None] * du_dt
         return (u - target.detach()).square().mean()
 
