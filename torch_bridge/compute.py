@@ -74,19 +74,19 @@ def compute(name: str, *args: Any) -> tuple[Tensor | None, ...]:
     groups = dict(zip(OPERATORS[name].groups, tensors, strict=True), want=args[-1] if gives_gradients(name) else ())
     q, k, *_ = groups["x"]
     case = case_of(q, k, selection, is_causal, scale, options)
-    if case.problem.implementation == "xla":
-        kernels = False
+    asked = case.problem.implementation == "xla"
+    if asked:
         logger.debug("attention %s: the reference computes it: it is asked for", name)
-    if kernels and _launch().served(groups["x"]):
+    if kernels and not asked and _launch().served(groups["x"]):
         results = _launch().computed(name, args, groups, case)
         if results is not None:
             return results
-    if args[0].device.type == "cpu":
+    if args[0].device.type == "cpu" and not asked:
         results = cpu.computed(name, case, **groups)
         if results is not None:
             logger.debug("attention %s: PyTorch's flash attention for CPUs computes it", name)
             return results
-    if not on_nvidia(args[0]):
+    if not asked and not on_nvidia(args[0]):
         logger.debug("attention %s: this is not computed on an NVIDIA GPU; the reference computes it", name)
     with torch.autocast(args[0].device.type, enabled=False):
         values = reference.run(name, case, **groups)

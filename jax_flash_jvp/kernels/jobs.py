@@ -42,7 +42,7 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
         return portable
     chosen, queries, keys = config.choice(job, launcher, problem, x), x.query.shape[1], x.key.shape[1]
     family, name = (hopper, "Hopper") if chosen.hopper else (portable, "portable")
-    found = "the %s kernels run: they are faster for %s of %d queries and %d keys, %s"
+    found = "the %s kernels run: they are faster for %s of %d queries and %d keys (%s)"
     logger.debug(found, name, job, queries, keys, chosen.reason)
     return family
 

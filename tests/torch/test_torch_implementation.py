@@ -57,6 +57,17 @@ def test_the_reference_by_request(told, caplog):
     assert "attention forward_dual: the reference computes it: it is asked for" in caplog.text
 
 
+def test_on_a_cpu_the_reference_by_request(monkeypatch):
+    """Not PyTorch's own flash attention."""
+    q, ran = normal(1, 2, 64, 16).float(), []
+    run = reference.run
+    monkeypatch.setattr(reference, "run", lambda name, *args, **groups: ran.append(name) or run(name, *args, **groups))
+    sdpa(q, q, q)
+    assert ran == []
+    torch.testing.assert_close(sdpa(q, q, q, implementation="reference"), naive(q, q, q))
+    assert ran == ["forward"]
+
+
 def test_the_log_says_who_computes_third_derivatives(caplog):
     tangent = lambda *x: jvp(sdpa, x, tx)[1]
     with caplog.at_level("DEBUG", "torch_bridge"):
@@ -115,7 +126,7 @@ def test_compiled_functions_see_it():
         (
             [a.double() for a in x],
             "portable",
-            "'portable' does not serve float64 arrays; leave `implementation` None or",
+            "'portable' does not serve float64 arrays (cast them to float32); leave",
         ),
     ],
 )

@@ -284,11 +284,11 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = width_of(head_dim)
     if job == "forward" and x.query_segments is not None and width <= 64:
-        return Choice(False, "with segments and so few channels")
+        return Choice(False, "with segments and such a head dimension")
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
-    length, what = min(queries, keys), "of the fewer"
+    length, what = min(queries, keys), "the smaller number"
     sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
     if sees_all and not many and GROUP <= queries < keys:  # programs share blocks, and what idle ones do costs nothing
-        length, what = math.isqrt(queries * keys), "of their geometric mean"
+        length, what = math.isqrt(queries * keys), "√(queries × keys)"
     shortest = (FROM_IF_MANY if many else FROM)[width][job]
-    return Choice(length >= shortest, f"those for Hopper from {shortest} {what} on")
+    return Choice(length >= shortest, f"those for Hopper are taken if {what} is at least {shortest}")
