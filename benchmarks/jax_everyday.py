@@ -22,6 +22,10 @@ def gpus() -> int:
     return len(jax.devices()) if jax.default_backend() == "gpu" else 0
 
 
+def device() -> str:
+    return jax.devices()[0].device_kind
+
+
 def draw(call: Call) -> tuple[tuple, tuple, tuple, dict]:
     """(q, k, v[, bias]), their tangents, the cotangents of the output and of its tangent, and the other arguments."""
     b, t, s, n, k, d, dtype, kind = call

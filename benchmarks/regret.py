@@ -9,6 +9,7 @@ above `--at-most`.  Every result is first checked against float64; what is wrong
     python benchmarks/regret.py --framework torch --graphs        # device time, by CUDA graphs
     python benchmarks/regret.py --gpus 2 --calls Swin BEiT decoding
     python benchmarks/regret.py --small --quick --calls BEiT      # tiny, on a CPU
+    python benchmarks/regret.py --draw jax.json torch.json        # tables and one picture of several runs that were saved
 
 Each call is compiled and checked by a process of its own; a lock lets one of them at a time use a GPU for timing, once all are
 ready.  In JAX a chain of calls runs in one jitted scan, and the chain's own time is taken off, so that no host sets the pace.
@@ -16,6 +17,7 @@ ready.  In JAX a chain of calls runs in one jitted scan, and the chain's own tim
 
 import argparse
 import contextlib
+import datetime
 import fcntl
 import importlib
 import json
@@ -28,13 +30,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from everyday import CALLS
-from measure import Failure, attempt, mistake, write
+from measure import Failure, attempt, mistake, version_of, write
+from regret_page import LOSS, Run, heat_map, read, tables
 
 JOBS = ("forward", "forward + JVP", "forward + backward", "JVP + dual backward")
-DEFAULT = "default"
 
 
 def one_call(name: str, options: argparse.Namespace, folder: Path) -> None:
@@ -117,43 +117,6 @@ def all_calls(options: argparse.Namespace, arguments: list[str]) -> dict[str, di
         return found
 
 
-def regrets(found: dict[str, dict]) -> list[tuple[float, str, str, float, str, float]]:
-    """(regret, call, job, ms of the default, the best other, its ms), the worst first."""
-    rows = []
-    for name, result in found.items():
-        for job, times in result["times"].items():
-            others = {who: ms for who, ms in times.items() if who != DEFAULT}
-            if DEFAULT in times and others:
-                best = min(others, key=others.__getitem__)
-                rows.append((times[DEFAULT] / others[best], name, job, times[DEFAULT], best, others[best]))
-    return sorted(rows, reverse=True)
-
-
-def draw_map(rows: list[tuple], path: Path) -> None:
-    """Regret of each call and job as a colour: red is slower than the best other, blue faster."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import colors, pyplot
-
-    names = list(dict.fromkeys(row[1] for row in rows))
-    jobs = [job for job in JOBS if any(row[2] == job for row in rows)]
-    table = np.full((len(names), len(jobs)), np.nan)
-    for regret, name, job, *_ in rows:
-        table[names.index(name), jobs.index(job)] = regret
-    figure, ax = pyplot.subplots(figsize=(7, 0.27 * len(names) + 1.2))
-    ax.imshow(np.log2(table), cmap="RdBu_r", norm=colors.CenteredNorm(halfrange=3), aspect="auto")
-    for i, j in np.argwhere(np.isfinite(table)):
-        ax.text(j, i, f"{table[i, j]:.2f}", ha="center", va="center", fontsize=8)
-    ax.set_xticks(range(len(jobs)), jobs)
-    ax.set_yticks(range(len(names)), names)
-    ax.xaxis.tick_top()
-    ax.spines[:].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", default="jax", choices=["jax", "torch"])
@@ -168,8 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="calls of the same kinds, small: to test the script")
     parser.add_argument("--patience", type=float, default=200, help="seconds that processes wait for one another")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all")
-    parser.add_argument("--at-most", type=float, default=1.05, help="regret, above which the exit status is 1")
+    parser.add_argument("--at-most", type=float, default=LOSS, help="regret, above which the exit status is 1")
     parser.add_argument("--output", type=Path, default=Path("results/regret"), help="without an ending")
+    parser.add_argument("--draw", nargs="+", type=Path, metavar="RUN.json", help="saved runs, and time nothing")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # what the processes are called with
     options = parser.parse_args(arguments)
     for name in options.calls:
@@ -180,23 +144,47 @@ def main(arguments: list[str] | None = None) -> int:
     if options.one:
         one_call(options.one[0], options, Path(options.one[1]))
         return 0
+    if options.draw:
+        draw(read(options.draw), options.output)
+        return 0
+    framework = importlib.import_module(f"{options.framework}_everyday")
     if options.gpus is None:
-        options.gpus = importlib.import_module(f"{options.framework}_everyday").gpus()
-    found = all_calls(options, sys.argv[1:] if arguments is None else arguments)
-    rows = regrets(found)
-    for regret, name, job, ms, best, other in rows:
-        print(f"{regret:6.2f}  {name:26s} {job:20s} {ms:9.4f} ms, {best} {other:9.4f} ms")
-    for name, result in found.items():
+        options.gpus = framework.gpus()
+    run = Run(*titles(options), all_calls(options, sys.argv[1:] if arguments is None else arguments))
+    run = run._replace(about=f"{framework.device()}, {run.about}")
+    for row in run.regrets:
+        timed = f"{row.milliseconds:9.4f} ms, {row.best} {row.best_milliseconds:9.4f} ms"
+        print(f"{row.ratio:6.2f}  {row.call:26s} {row.job:20s} {timed}")
+    for name, result in run.found.items():
         for what, reason in result["failures"].items():
             print(f"{name}, {what}: {reason}")
-    every = [
-        (name, job, who, ms) for name, r in found.items() for job, t in r["times"].items() for who, ms in t.items()
-    ]
+    run.save(options.output.with_suffix(".json"))
+    times = [(name, job, t) for name, r in run.found.items() for job, t in r["times"].items()]
+    every = [(name, job, who, ms) for name, job, t in times for who, ms in t.items()]
     write(options.output.with_suffix(".csv"), ("call", "job", "who", "milliseconds"), every)
-    if rows:
-        draw_map(rows, options.output.with_suffix(".png"))
-    wrong = [what for result in found.values() for what in result["failures"] if what.endswith((DEFAULT, "all"))]
-    return 1 if wrong or not rows or rows[0][0] > options.at_most else 0
+    draw([run], options.output)
+    return 1 if run.failures or not run.regrets or run.regrets[0].ratio > options.at_most else 0
+
+
+def titles(options: argparse.Namespace) -> tuple[str, str]:
+    """What a run is called, and how and when it was made."""
+    title = {"jax": "JAX", "torch": "PyTorch, CUDA graphs" if options.graphs else "PyTorch, eager"}[options.framework]
+    time_of = "wall time" if title.endswith("eager") else "device time"
+    libraries = {"jax": ("jax", "jax-triton"), "torch": ("torch",)}[options.framework]
+    versions = ", ".join(f"{name} {version_of(name)}" for name in (*libraries, "triton"))
+    size = ", small calls" if options.small else ""
+    return title, f"{time_of}, medians of {options.rounds}{size}, {versions}, {datetime.date.today():%d %B %Y}"
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """Tables and picture, beside each other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".md").write_text(tables(runs) + "\n")
+    if any(run.regrets for run in runs):
+        heat_map(runs).savefig(path.with_suffix(".png"), dpi=100)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
+def device() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+
+
 def draw(call: Call) -> Arrays:
     """(q, k, v[, bias]), their tangents, the cotangents of the output and of its tangent, and the other arguments."""
     b, t, s, n, k, d, dtype, kind = call

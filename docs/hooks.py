@@ -11,9 +11,10 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
 
 import pictures  # noqa: E402
+import regret_page  # noqa: E402
 
 ELSEWHERE = {  # pages whose text stands in the repository, by where they are on the site
     "dev/kernels.md": "jax_flash_jvp/kernels/README.md",
@@ -31,6 +32,7 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
+    markdown = re.sub(r"<!-- regret: (\S+) -->", lambda found: _regret(found[1]), markdown)
     return re.sub(r"<!-- table: (\S+) (.+?) -->", lambda found: _table(ROOT / found[1], found[2]), markdown)
 
 
@@ -65,6 +67,14 @@ def _relinked(page: str, source: str) -> str:
         return f"{found[1]}({up}{pages[path].as_posix()}{'#' + anchor if anchor else ''})"
 
     return re.sub(r"(\[[^\]]+\])\((?!https?:|#)([^)\s]+)\)", link, (ROOT / source).read_text())
+
+
+def _regret(pattern: str) -> str:
+    """The picture and the tables of all saved runs."""
+    paths = sorted(ROOT.glob(pattern))
+    if not paths:
+        return f"No run is saved in `{pattern}`."
+    return f"![Ratio of each call and job](images/regret.svg)\n\n{regret_page.tables(regret_page.read(paths))}"
 
 
 def _table(path: pathlib.Path, job: str) -> str:

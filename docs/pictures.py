@@ -8,6 +8,7 @@ import argparse
 import csv
 import io
 import pathlib
+import sys
 
 import matplotlib
 
@@ -17,6 +18,10 @@ matplotlib.use("Agg")
 from matplotlib import colors, image, pyplot
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import regret_page  # noqa: E402
+
 COLORS = {  # of whoever is measured, the same in every picture
     "jax-flash-jvp": "#c8553d", "portable": "#e0a458", "fa4-jax": "#7b5ea7", "cuDNN": "#2f6690", "SDPA flash": "#81a4cd",
     "jvp-flash-attention": "#588157", "XLA": "#6c757d",
@@ -36,6 +41,8 @@ def svgs(root: pathlib.Path) -> dict[str, str]:
             drawn[f"h200-{head_dim}"] = _svg(figure)
         drawn["timeline"] = _svg(timeline())
         drawn["visibility"] = _svg(who_sees_whom())
+        if saved := sorted(root.glob("benchmarks/regret-*.json")):
+            drawn["regret"] = _svg(regret_page.heat_map(regret_page.read(saved)))
     return drawn
 
 

@@ -25,6 +25,7 @@ import meanflow  # noqa: E402
 import measure  # noqa: E402
 import published  # noqa: E402
 import regret  # noqa: E402
+import regret_page  # noqa: E402
 import robot_policy  # noqa: E402
 import torch_calls  # noqa: E402
 import visibility  # noqa: E402
@@ -512,3 +513,52 @@ def test_regret(framework, tmp_path, capsys):
     assert len(printed) == 12
     assert printed == sorted(printed, reverse=True)
     assert (tmp_path / "out.png").exists()
+    (run,) = regret_page.read([tmp_path / "out.json"])
+    assert {row.call for row in run.regrets} == set(names)
+    assert "cpu, " in run.about
+    assert "small calls" in run.about
+
+
+def saved_run(folder, title, ratios, failures=()):
+    """Of calls by name: by what the default is slower than the best of two others, in each job."""
+    found = {
+        name: dict(
+            times={job: {"default": ratio, "XLA": 1.0, "portable": 1.5} for job in regret.JOBS},
+            failures=dict.fromkeys(failures, "WRONG"),
+        )
+        for name, ratio in ratios.items()
+    }
+    run = regret_page.Run(title, "H200, 28 November 2026", found)
+    run.save(folder / f"{title}.json")
+    return folder / f"{title}.json"
+
+
+def test_page_of_regret(tmp_path):
+    """Losses stand first, the worst at the top; then every call, with its shape; and what is wrong with the default."""
+    jax_run = saved_run(
+        tmp_path, "JAX", {"Swin": 0.5, "decoding": 2.0, "T5": 1.2}, ["forward, default", "forward, XLA"]
+    )
+    torch_run = saved_run(tmp_path, "PyTorch", {"Swin": 1.01})
+    arguments = ["--draw", str(jax_run), str(torch_run), "--output", str(tmp_path / "page")]
+    assert regret.main(arguments) == 0
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+    of_jax, of_torch = (tmp_path / "page.md").read_text().split("## ")[1:]
+    assert "**8 of 12 are losses" in of_jax
+    assert "**0 of 4 are losses" in of_torch
+    assert (
+        of_jax.index("| **2.00** | decoding | ")
+        < of_jax.index("| **1.20** | T5 | ")
+        < of_jax.index("| decoding | B64 T1")
+    )
+    assert "| Swin | B2048 L49 H6 D32, bfloat16, bias | 0.50, XLA |" in of_jax
+    assert "| decoding | B64 T1 S4096 H32 K8 D128, bfloat16 | 2.00, XLA |" in of_jax
+    assert "- T5, forward, default: WRONG" in of_jax
+    assert "forward, XLA" not in of_jax
+
+
+def test_what_is_no_saved_run(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"other\.json is no run that `regret.py` saved: it must have title, about, found"
+    ):
+        regret_page.read([tmp_path / "other.json"])
