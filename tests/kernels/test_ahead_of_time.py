@@ -168,7 +168,8 @@ def test_few_queries(kind, head_dim, queries, capability):
     for kernel, signature, constants, options in recorder.launches:
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), (kernel, constants, resources)
-        assert resources.spill_stores <= 900, (kernel, constants, resources)
+        most = 3400 if kind == "ieee" else 900  # of the dual key side, whose tile stores up to 4,300 with masks
+        assert resources.spill_stores <= most, (kernel, constants, resources)
 
 
 @pytest.mark.thorough
