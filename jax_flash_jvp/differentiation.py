@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash_jvp import launch
-from jax_flash_jvp.kernel_primitive import KernelPrimitive, all_none, axes_of, is_zero, result, tie
+from jax_flash_jvp.kernel_primitive import KernelPrimitive, all_none, axes_of, is_zero, lead_of, result, tie
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem
 
 SAVED_NAME = "attention"  # what a checkpoint policy names to save (o, ℓ)
@@ -37,48 +37,46 @@ Mask = tuple[bool, ...]  # which of the Operands
 # ------------------------------------------------------------------------------------------------ shapes
 
 
-def _statistic(x: Operands) -> jax.ShapeDtypeStruct:
-    *lead, length, heads, _ = x.query.shape
-    *axes, of_length, of_heads, _ = axes_of(x.query)
-    dtype = np.promote_types(x.query.dtype, jnp.float32)
-    return result((*lead, heads, length), dtype, x.query, (*axes, of_heads, of_length))
+def _y_shapes(x: Operands, *args, **__) -> tuple:
+    lead, of_lead = lead_of((x, *args), x.query.ndim - 4)
+    batch, length, heads, _ = x.query.shape[-4:]
+    of_batch, of_length, of_heads, _ = axes_of(x.query)[-4:]
+    wide = np.promote_types(x.query.dtype, jnp.float32)
+    of_output = (*of_lead, of_batch, of_length, of_heads, None)
+    return (
+        result((*lead, batch, length, heads, x.value.shape[-1]), x.query.dtype, x.query, of_output),
+        result((*lead, batch, heads, length), wide, x.query, (*of_lead, of_batch, of_heads, of_length)),
+    )
 
 
-def _output(x: Operands) -> jax.ShapeDtypeStruct:
-    return result((*x.query.shape[:-1], x.value.shape[-1]), x.query.dtype, x.query, (*axes_of(x.query)[:-1], None))
+def _dual_shapes(*args, **__) -> tuple:
+    return _y_shapes(*args), _y_shapes(*args)
 
 
-def _y_shapes(x: Operands, *_, **__) -> tuple:
-    return _output(x), _statistic(x)
+def _gradient_shapes(x: Operands, *args, want: Mask, **__) -> Operands:
+    """Of a bias like the bias itself, over whose leading axes of length one it is summed."""
+    n = x.query.ndim - 4
+    lead, of_lead = lead_of((x, *args), n)
+    like = [result((*lead, *a.shape[n:]), a.dtype, a, (*of_lead, *axes_of(a)[n:])) for a in x[: DIFFERENTIABLE - 1]]
+    like += [None if x.bias is None else result(x.bias.shape, x.bias.dtype, x.bias, axes_of(x.bias))]
+    return Operands(*[a if w else None for a, w in zip(like, want, strict=False)])
 
 
-def _dual_shapes(x: Operands, *_, **__) -> tuple:
-    return _y_shapes(x), _y_shapes(x)
-
-
-def _gradient_shapes(x: Operands, *_, want: Mask, **__) -> Operands:
-    return Operands(*[result(a.shape, a.dtype, a, axes_of(a)) if w else None for a, w in zip(x, want, strict=True)])
-
-
-def _backward_dual_shapes(x: Operands, *_, want: Mask, want_tangent: Mask, **__) -> tuple[Operands, Operands]:
-    return _gradient_shapes(x, want=want), _gradient_shapes(x, want=want_tangent)
+def _backward_dual_shapes(x: Operands, *args, want: Mask, want_tangent: Mask, **__) -> tuple[Operands, Operands]:
+    return _gradient_shapes(x, *args, want=want), _gradient_shapes(x, *args, want=want_tangent)
 
 
 # ------------------------------------------------------------------------------------------------ the kernels
 
 
 def _shared(mapped: tuple, *, want: Mask = (), want_tangent: Mask = (), **_) -> Any:
-    """Masks and ranges; a bias and its tangents, if none of them is mapped and the results, which are mapped, are not its
-    gradients."""
+    """All that is not mapped; but a bias and its tangents only if none of them is, and their gradients are not wanted."""
     operands = [part for part in jax.tree.leaves(mapped, is_leaf=launch.is_operands) if launch.is_operands(part)]
     bias = not any(part.bias for part in operands) and not any(w[DIFFERENTIABLE - 1] for w in (want, want_tangent) if w)
 
     def share(part):
-        shared = jax.tree.map(lambda _: False, part)
-        if not launch.is_operands(part):
-            return shared
-        selected = {name: None if (a := getattr(part, name)) is None else not a for name in launch.MASKS}
-        return shared._replace(bias=None if part.bias is None else bias, **selected)
+        shared = jax.tree.map(lambda m: not m, part)
+        return shared._replace(bias=None if part.bias is None else bias) if launch.is_operands(part) else shared
 
     return jax.tree.map(share, mapped, is_leaf=launch.is_operands)
 

@@ -117,6 +117,14 @@ def result(shape: Sequence[int], dtype: Any, like: Any, axes: Sequence[Any]) -> 
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(_type(like).sharding.mesh, PartitionSpec(*axes)))
 
 
+def lead_of(tree: Any, n: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """The lengths of the first n axes, and the Explicit mesh axes over which these are spread: those of some leaf, as others may
+    have an axis of length one there."""
+    leaves = tree_leaves(tree)
+    longest = [next((a for a in leaves if a.shape[i] != 1), leaves[0]) for i in range(n)]
+    return tuple(a.shape[i] for i, a in enumerate(longest)), tuple(axes_of(a)[i] for i, a in enumerate(longest))
+
+
 def _repeated(a: Any, size: int, mapped: Any, axis: int) -> Any:
     """With a new leading axis, spread over the Explicit mesh axes over which that axis of an array that is mapped is."""
     spread = axes_of(mapped)[axis]
@@ -124,6 +132,12 @@ def _repeated(a: Any, size: int, mapped: Any, axis: int) -> Any:
         return jnp.broadcast_to(a, (size, *a.shape))
     sharding = NamedSharding(_type(mapped).sharding.mesh, PartitionSpec(spread))
     return jnp.broadcast_to(a, (size, *a.shape), out_sharding=sharding)
+
+
+def _summed_to(a: Any, like: Any) -> Any:
+    """A cotangent, summed over the axes along which an array of length one serves all."""
+    axes = tuple(i for i, (n, m) in enumerate(zip(a.shape, like.shape, strict=True)) if n != m)
+    return a.sum(axes, keepdims=True) if axes else a
 
 
 def _typed(outputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
@@ -183,7 +197,7 @@ class KernelPrimitive:
     of the same arguments in JAX terms, of `divided`, see `_divided`, and of `replicated`: whether several devices compute this,
     whose results are to have the same bits; "default" serves the platforms that are not named.  Every argument may carry
     leading axes: those that vmap adds.  `shared(mapped arguments, **static)` says, leaf by leaf, which of those that are not
-    mapped keep an axis of length one there, in place of a copy for each entry."""
+    mapped keep an axis of length one there, in place of a copy for each entry: see `lead_of`."""
 
     def __init__(self, name: str, shapes: Callable, implementations: dict[str, Callable], shared: Callable):
         self.name, self.shapes, self.shared = name, shapes, shared
@@ -286,7 +300,8 @@ class KernelPrimitive:
                 got = leaves_like(wanted, rule(*(args[:-1] or args), wanted=wanted, cotangent=cotangent, **static))
             got = [None] * (len(leaves) - len(got)) + got
             zeros = [ad.Zero(a) if u else None for a, u in zip(avals, unknown, strict=True)]
-            return [z if c is None or not u else c for c, z, u in zip(got, zeros, unknown, strict=True)]
+            found = zip(got, zeros, unknown, avals, strict=True)
+            return [z if c is None or not u else _summed_to(c, a) for c, z, u, a in found]
 
         ad.primitive_transposes[self.primitive] = flat_rule
         self.transpose = rule
@@ -301,7 +316,7 @@ class KernelPrimitive:
             if not any(used):
                 return [False] * len(eqn.invars), None
             new = rule(tree_unflatten(eqn.params["tree"], eqn.invars), list(used), **_static(eqn))
-            if new is None:
+            if new is None or not _alike(eqn, *new):
                 return [True] * len(eqn.invars), eqn
             new_eqn = _equation(eqn, *new)
             return [any(v is w for w in new_eqn.invars) for v in eqn.invars], new_eqn
@@ -459,6 +474,12 @@ def _equation(eqn: Any, kernel: KernelPrimitive, args: Any, static: dict[str, An
     leaves, tree = tree_flatten(args)
     outvars = [eqn.outvars[r] if isinstance(r, int) else r for r in results]
     return eqn.replace(primitive=kernel.primitive, invars=leaves, outvars=outvars, params=dict(tree=tree, **static))
+
+
+def _alike(eqn: Any, kernel: KernelPrimitive, args: Any, static: dict[str, Any], results: Iterable[int]) -> bool:
+    """Has another kernel the results of `eqn`?  Not where only what it leaves out is mapped."""
+    shapes = tree_leaves(kernel.shapes(*jax.tree.map(lambda v: v.aval, args), **static))
+    return all(new.shape == eqn.outvars[r].aval.shape for new, r in zip(shapes, results, strict=True))
 
 
 def _saves(policy: Callable, kernel: KernelPrimitive, eqn: Any, name: str) -> bool:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash_jvp import context_parallel, gluon_launch, reference
-from jax_flash_jvp.kernel_primitive import leaves_like
+from jax_flash_jvp.kernel_primitive import lead_of, leaves_like
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import DESCRIBED, Blocks, InPlace, Launch, Launcher, Output, Rows
 from jax_flash_jvp.partition import on_shards
@@ -105,11 +105,12 @@ def reference_job(name: str) -> Callable:
 
 
 def _mapped(job: Callable) -> Callable:
-    """Over one more leading axis, in which a bias or a mask that all entries share has length one."""
+    """Over one more leading axis, in which what all entries share has length one: what depends on that alone is computed once."""
 
     def call(x, *args):
         leaves, tree = jax.tree.flatten((x, *args))
-        shared = [a.shape[0] == 1 != x.query.shape[0] for a in leaves]
+        (size,), _ = lead_of(leaves, 1)
+        shared = [a.shape[0] == 1 != size for a in leaves]
         squeezed = [a[0] if s else a for a, s in zip(leaves, shared, strict=True)]
         axes = [None if s else 0 for s in shared]
         out = jax.vmap(lambda *leaves: job(*tree.unflatten(leaves)), axes)(*squeezed)
@@ -157,10 +158,10 @@ def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem:
         return _KERNELS[name](launcher, problem, *args, **static)
 
     job: Callable = pair if problem.context is None else functools.partial(context_parallel.run, pair)
-    lead, batch = x.query.shape[:-4], x.query.shape[-4]
-    if not lead:
+    n = x.query.ndim - 3
+    if n == 1:
         return job(name, problem, x, *args, **static)
-    n = len(lead) + 1
+    (lead, _), batch = lead_of((x, *args), n - 1), x.query.shape[-4]
 
     def fold(a):
         return a.reshape(-1, *a.shape[n:])
@@ -168,12 +169,15 @@ def _by_kernels(name: str, launcher: Launcher, x: Operands, *args: Any, problem:
     def unfold(a):
         return a.reshape(*lead, -1, *a.shape[1:])
 
-    def spread(part):  # what some entries share, but not all
+    def spread(part):  # but for masks and a bias that all entries share
         if not is_operands(part):
-            return part
-        arrays = [(name, a) for name in ("bias", *MASKS) if (a := getattr(part, name)) is not None]
-        several = [(name, a) for name, a in arrays if math.prod(a.shape[:n]) > 1]
-        return part._replace(**{name: jnp.broadcast_to(a, (*lead, batch, *a.shape[n:])) for name, a in several})
+            return jnp.broadcast_to(part, (*lead, *part.shape[n - 1 :]))
+        arrays = part._asdict()
+        alone = {k for k in ("bias", *MASKS) if arrays[k] is not None and math.prod(arrays[k].shape[:n]) == 1}
+        of = lambda k, a: (*lead, batch if k in ("bias", *MASKS) else a.shape[n - 1], *a.shape[n:])
+        return Operands(
+            **{k: a if a is None or k in alone else jnp.broadcast_to(a, of(k, a)) for k, a in arrays.items()}
+        )
 
     def restored(part):
         if not is_operands(part) or part.bias is None:

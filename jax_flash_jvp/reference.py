@@ -15,6 +15,7 @@ With scores S = σ QKᵀ + bias, -∞ where a key is hidden, ℓ = logsumexp(S) 
 Rows of dṠ sum to h and those of dS to g, but for the rounding of o and ȯ.  What is too much there would be multiplied by all that
 keys have in common; so dQ̇ = σ (dṠ K - (rowsum(dṠ) - h) P K), and dQ likewise.  The mean key of a row, P K, knows nothing of the
 keys that are hidden from it.  Where the keys are a part of what rows see, rows sum to something else, and are left as they are.
+Where a tile has all that its rows see, what is subtracted, rowsum(H∘o) and the like, are the sums of the tile's own rows instead.
 
 as in FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691); the tangent as
 in Lu & Song 2024, arXiv:2410.11081, appendix.  Products accumulate in float32, or float64 for float64 arrays; P, dS and
@@ -283,6 +284,15 @@ def result_dtype(problem: Problem, like: Array) -> Any:
     return np.promote_types(like.dtype, jnp.float32) if problem.partial else like.dtype
 
 
+def in_one_tile(x: Operands, problem: Problem) -> bool:
+    """Does a tile hold all that its rows see?"""
+    return x.key.shape[1] <= BLOCK and not problem.partial
+
+
+def row_sum(a: Array | None) -> Array | None:
+    return None if a is None else a.sum(-1, keepdims=True)
+
+
 def minus_row_sum(a: Array | None, b: Array | None) -> Array | None:
     """-rowsum(a∘b) of arrays [B, T, N, H], as [B, N, T]"""
     if a is None or b is None:
@@ -430,8 +440,10 @@ def backward_dual(
     queries, _ = inside_of(x)
     (d_o, d_lse), (t_d_o, t_d_lse) = ((cut(a, queries), cut(b, queries, 2)) for a, b in (cy, tcy))
     x, tx = cut_operands(x, x), cut_operands(tx, x)
-    delta = add(d_lse, minus_row_sum(d_o, o))
-    t_delta = add(t_d_lse, minus_row_sum(t_d_o, o), minus_row_sum(d_o, t_o))
+    delta = t_delta = None
+    if not in_one_tile(x, problem):
+        delta = add(d_lse, minus_row_sum(d_o, o))
+        t_delta = add(t_d_lse, minus_row_sum(t_d_o, o), minus_row_sum(d_o, t_o))
     seen = log_sum_exp != -np.inf  # rows that see nothing have no gradient
     # and their scores are -∞, but exp(-∞ + ∞) would be NaN
     scalars = dict(log_sum_exp=jnp.where(seen, log_sum_exp, 0), delta=delta, t_delta=t_delta, minus_mu=multiply(-1, mu))
@@ -466,7 +478,8 @@ def _gradients(
     tiles.add("key", **keys)
     tiles.add("scores", t_bias=t_bias)
     tiles.add("key", **{n: cast(a, tiles.dtype) for n, a in dict(wide_k=x.key, wide_t_k=keys.get("t_k")).items()})
-    whole = not problem.partial and (want[0] or want_tangent[0])
+    whole_rows = in_one_tile(x, problem)
+    whole = not whole_rows and not problem.partial and (want[0] or want_tangent[0])
     if whole:
         tiles.add_row_sums(rows_of_d_s=1, rows_of_t_d_s=1, mean=x.key.shape[3], t_mean=x.key.shape[3])
     tiles.add_gradients("t_d_", want_tangent)
@@ -476,10 +489,15 @@ def _gradients(
         q, v, t_q, t_v, t_d_o, d_o = map(d.get, ("q", "v", "t_q", "t_v", "t_d_o", "d_o"))
         p = jnp.exp(s - d["log_sum_exp"])
         p_kept = thinned(d, p)
-        d_p = add(thinned(d, outer(d_o, v)), d.get("delta"))
+
+        def less(a: Array | None, delta: str, sums_to: str) -> Array | None:
+            return add(a, multiply(-1, row_sum(multiply(p, a))), d.get(sums_to)) if whole_rows else add(a, d.get(delta))
+
+        d_p = less(thinned(d, outer(d_o, v)), "delta", "d_lse")
         w = add(tiles.tangent_scores(d), d.get("minus_mu"))
         d_s = multiply(p, d_p)
-        t_d_s = multiply(p, add(multiply(d_p, w), thinned(d, add(outer(t_d_o, v), outer(d_o, t_v))), d.get("t_delta")))
+        t_d_p = thinned(d, add(outer(t_d_o, v), outer(d_o, t_v)))
+        t_d_s = multiply(p, less(add(multiply(d_p, w), t_d_p), "t_delta", "t_d_lse"))
         d_x, t_d_x = under_cap(d, d_s), under_cap(d, t_d_s)  # of the products, under the cap
         if problem.soft_cap is not None:
             bend = multiply(d_x, multiply(-2 / problem.soft_cap * d["u"], tiles.tangent_products(d)))

@@ -1,8 +1,8 @@
 """PyTorch's own flash attention for CPUs: the kernel of that device for a forward and its backward, as far as it goes.
 
 It knows causality, what is added to scores, and heads that share keys.  It says that the log-sum-exp of a row that sees no key
-is zero.  In few keys it makes zeros of a query's NaN and of what is infinite: the reference computes calls in which that may be
-so.  Under causality it multiplies -∞ by the scale, which must be positive.
+is zero.  In few keys it makes zeros of a query's NaN and of what is infinite: the reference computes calls where that may be so.
+Under causality it multiplies -∞ by the scale, which must be positive.
 """
 
 from collections.abc import Sequence
