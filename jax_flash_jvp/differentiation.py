@@ -57,7 +57,9 @@ def _gradient_shapes(x: Operands, *args, want: Mask, **__) -> Operands:
     """Of a bias like the bias itself, over whose leading axes of length one it is summed."""
     n = x.query.ndim - 4
     lead, of_lead = lead_of((x, *args), n)
-    like = [result((*lead, *a.shape[n:]), a.dtype, a, (*of_lead, *axes_of(a)[n:])) for a in x[: DIFFERENTIABLE - 1]]
+    like: list[Any] = [
+        result((*lead, *a.shape[n:]), a.dtype, a, (*of_lead, *axes_of(a)[n:])) for a in x[: DIFFERENTIABLE - 1]
+    ]
     like += [None if x.bias is None else result(x.bias.shape, x.bias.dtype, x.bias, axes_of(x.bias))]
     return Operands(*[a if w else None for a, w in zip(like, want, strict=False)])
 
