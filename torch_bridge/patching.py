@@ -70,10 +70,10 @@ def patch(*, modules: bool = True) -> Iterator[None]:
     A module that imports the function while the context is open keeps this package's.
 
     Args:
-      modules: also replace `linear`, `conv1d` to `conv3d`, their transposes, `layer_norm`, `rms_norm`, `group_norm`, `instance_norm`,
-        `batch_norm` and `glu` of :mod:`torch.nn.functional` inside a JVP, by functions that write out their tangents.  Without
-        these, norms with weights do not compile in a JVP, a gradient through the JVP of `layer_norm` or `instance_norm` is
-        wrong, and a linear layer runs one matmul too many.  Also, in compiled code, `make_dual` of
+      modules: also replace `linear`, `conv1d` to `conv3d`, their transposes, `layer_norm`, `rms_norm`, `group_norm`,
+        `instance_norm`, `batch_norm` and `glu` of :mod:`torch.nn.functional` inside a JVP, by functions that write out their
+        tangents.  Without these, norms with weights do not compile in a JVP, a gradient through the JVP of `layer_norm` or
+        `instance_norm` is wrong, and a linear layer runs one matmul too many.  Also, in compiled code, `make_dual` of
         :mod:`torch.autograd.forward_ad`, which torch.func.jvp calls, copies its primal.  Outside a forward-mode level, and for
         layers that change their state, as `batch_norm` does in training, PyTorch's functions run.
 
