@@ -83,9 +83,8 @@ def varlen_attention(
       TypeError: `cu_seqlens` that are not integers.
       UserWarning: `cu_seqlens` that are known and do not begin with zero; a window with -1 beside another number.
 
-    Tokens behind the last sequence may hold NaN, in arrays, tangents and cotangents.  If the host knows the numbers, or the
-    reference runs, this also holds for all other tokens outside sequences, and for those of a sequence that has no tokens on the
-    other side.
+    Tokens of no sequence, and those of a sequence that has no tokens on the other side, may hold NaN, in arrays, tangents and
+    cotangents.
 
     Other errors are those of `dot_product_attention`.
     """
@@ -131,6 +130,11 @@ def varlen_attention(
     )
     if not return_residual:
         return _only(inside[0], result)
+    if (
+        inside[0] is None and options.get("sinks") is not None
+    ):  # which the log-sum-exp would be there, cotangents theirs
+        own = visibility.documents(totals[0], *map(arrays.get, names), like=q)[0, 0, :, 0]
+        inside[0] = of_device(own[:, 0] < own[:, 1], 0)
     return _only(inside[0], result[0]), _only(inside[0], result[1], -np.inf)
 
 

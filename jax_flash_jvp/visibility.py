@@ -166,9 +166,7 @@ def documents(
     like: Any = None,
 ) -> Any:
     """A query attends to the keys of its own document.  Queries of no document attend to nothing.
-
-    To keep the kernels from reading anything after the last document, also pass its end as the lengths of queries and keys:
-    `query_seq_lengths=cu_seqlens[-1:]`, `key_value_seq_lengths=key_cu_seqlens[-1:]`.
+    Queries and keys of no document may hold NaN.
 
     Args:
       queries: the number of queries, T.

@@ -116,9 +116,8 @@ def flash_attn_varlen_func(
       TypeError: `cu_seqlens` that are not integers; also as in :func:`flash_attn_func`.
       UserWarning: `cu_seqlens` on the CPU that do not begin with zero.
 
-    Tokens of no sequence give zeros.  Tokens behind the last sequence may hold NaN, in tensors, tangents and cotangents.  In
-    the reference this also holds for tokens before the first sequence, and for those of a sequence that has no tokens on the
-    other side.
+    Tokens of no sequence give zeros.  They may hold NaN, in tensors, tangents and cotangents, and so may those of a sequence
+    that has no tokens on the other side.
     """
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     if has_torch_function(tensors):

@@ -68,6 +68,11 @@ class Features:
         return not (self.partial or hidden or self.bias.columns)
 
     @property
+    def tile_classes(self) -> int:
+        """Of listed tiles: seen whole, seen in part, and, of ranges, in part with rows that nobody sees (`nobody_sees`)."""
+        return 3 if self.ranges.present else 2
+
+    @property
     def later_longer(self) -> bool:
         """Do later queries see more keys?  Under causality, and in most of what ranges are for."""
         return self.right or self.ranges.present

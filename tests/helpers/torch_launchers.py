@@ -48,7 +48,7 @@ class NumpyLauncher:
 def memory(a):
     """From its first element on, what a strided tensor lies in."""
     extent = 1 + sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True))
-    flat = a.as_strided((extent,), (1,))
+    flat = a.detach().as_strided((extent,), (1,))
     return flat.view(torch.int16).numpy().view(bfloat16) if a.dtype == torch.bfloat16 else flat.numpy()
 
 

@@ -118,7 +118,9 @@ def test_features(feature, head_dim, kind, capability):
     for kernel, signature, constants, options in recorder.launches:
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), (kernel, resources)
-        assert resources.spill_stores <= (1700 if feature == "everything" else 900), (kernel, resources)
+        # of ranges the loop over tiles with rows that nobody sees spills, which the others do not feel
+        most = {"everything": 1700, "ranges": 2500}.get(feature, 900)
+        assert resources.spill_stores <= most, (kernel, resources)
         assert resources.mma or kernel.__name__ in ("statistics", "key_means", "look_at_tiles", "list_tiles", "pack"), (
             kernel
         )

@@ -28,7 +28,7 @@ SPILL = {
     "window-lengths": 560,
     "mask": 640,
     "segments": 640,
-    "ranges": 700,
+    "ranges": 1700,  # most of it in the loop over tiles with rows that nobody sees
 }
 SPILL_MORE = {
     ("tangent", 64, "window-lengths"): 780,

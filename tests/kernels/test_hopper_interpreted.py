@@ -28,6 +28,27 @@ def past(a, ends):
     return (np.arange(a.shape[1]) >= ends[:, None])[:, :, None, None]
 
 
+def unseen(x):
+    """[B, T, N, 1] and [B, S, K, 1]: of queries without keys in their ranges, within the lengths, and of keys in none."""
+    (b, t, n, _), (_, s, k, _) = x.query.shape, x.key.shape
+    query, key = np.zeros((b, t, n), bool), np.zeros((b, s, k), bool)
+    if x.key_ranges is not None:
+        start, end = np.moveaxis(x.key_ranges, -1, 0)[..., None]
+        seen = np.broadcast_to(
+            ((start <= np.arange(s)) & (np.arange(s) < end)).any(3), (b, x.key_ranges.shape[1], t, s)
+        )
+        seen = seen.repeat(n // seen.shape[1], 1)  # of each query head
+        for lengths, axis in ((x.query_lengths, 2), (x.key_lengths, 3)):
+            if lengths is not None:
+                there = np.arange(seen.shape[axis]) < lengths[:, None]
+                seen = seen & (there[:, None, :, None] if axis == 2 else there[:, None, None])
+        query, key = ~seen.any(3).mT, ~seen.reshape(b, k, n // k, t, s).any((2, 3)).mT
+    return tuple(
+        a[..., None] if lengths is None else a[..., None] | past(a, lengths)
+        for a, lengths in ((query, x.query_lengths), (key, x.key_lengths))
+    )
+
+
 def draw(seed, *shape):
     return oracle.normal(seed, *shape).astype(jnp.bfloat16)
 
@@ -49,14 +70,15 @@ def by_reference(job, problem, arrays, static):
 
 def check(problem, x, tx, want=(True,) * 3, want_tangent=(True,) * 3, launcher=None):
     """Every job, on the same arrays: as near to the reference in float32 as the reference in the dtype of x is.  What the
-    kernels see holds NaN past the lengths."""
+    kernels see holds NaN past the lengths, and in rows that nobody sees."""
     launcher = launcher or gluon_on_numpy.Launcher()
+    rows, keys = unseen(x)
 
     def torn(arrays):
         """q, k, v or the cotangent of o."""
-        ends = (x.query_lengths, *(x.key_lengths,) * 2)[: len(arrays)]
-        pairs = ((a, None if a is None or end is None else end) for a, end in zip(arrays, ends, strict=True))
-        return [a if end is None else np.where(past(a, end), np.nan, a).astype(a.dtype) for a, end in pairs]
+        places = (rows, keys, keys)[: len(arrays)]
+        pairs = zip(arrays, places, strict=True)
+        return [a if a is None else np.where(nobody, np.nan, a).astype(a.dtype) for a, nobody in pairs]
 
     batch, length, heads, _ = x.query.shape
     cy, tcy = (
@@ -70,7 +92,7 @@ def check(problem, x, tx, want=(True,) * 3, want_tangent=(True,) * 3, launcher=N
         return naive
 
     torn_x, torn_tx = x._replace(**dict(zip(QKV, torn(x[:3]), strict=True))), Operands(*torn(tx[:3]))
-    torn_cy, torn_tcy = ((*torn(c[:1]), c[1]) for c in (cy, tcy))
+    torn_cy, torn_tcy = ((*torn(c[:1]), np.where(rows[..., 0].mT, np.float32(np.nan), c[1])) for c in (cy, tcy))
     y = near(jobs.forward(launcher, problem, torn_x)[:2], reference.forward, x)
     dual, ty = any(t is not None for t in tx), (None, None)
     if dual:
@@ -482,6 +504,9 @@ LISTED = {  # tiles in which something is seen
         shape=(2, 150, 144, 4, 2, 128),
     ),
     "packed": packed(200, [0, 60, 60, 100, 150], [0, 90, 130, 130, 250]),
+    "packed-from-the-middle": dict(
+        key_ranges=visibility.documents(200, np.array([20, 80, 80, 130, 190]), np.array([70, 90, 160, 160, 280]))
+    ),
     "mask-lengths": dict(mask=patches(1, 1, 200, 300), query_lengths=lengths(150, 200), key_lengths=lengths(260, 40)),
 }
 SLOW = {"window-left", "window-ahead", "lower-right", "key-lengths", "query-lengths"}
@@ -512,6 +537,24 @@ def test_features(request, feature, shape, late):
     case = Problem(scale=shape[-1] ** -0.5, implementation="hopper", **given)
     launcher = gluon_on_numpy.Launcher(late=late, multiprocessors=1 if shape[1] == 400 else 2)
     check(case, x._replace(**arrays), tx, launcher=launcher)
+
+
+UNSEEN_MUTANTS = {
+    "all": ("piece.store(gl.where(gl.expand_dims(b_bit != 0, 1), piece.load(LAYOUT), zeros))", "pass"),
+    "resident": ("if others.end > others.first:", "if False:"),
+    "streamed": ("if MASKED == 2:\n        others", "if False:\n        others"),
+    "cotangents": ("if options.FEATURES.ranges.present:  # of a row", "if False:  # of a row"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), UNSEEN_MUTANTS.values(), ids=UNSEEN_MUTANTS)
+@pytest.mark.thorough
+def test_rows_left_as_they_are_fail(old, new):
+    """What they hold, NaN, reaches others."""
+    x, tx = operands((1, 200, 300, 1, 1, 64))
+    x = x._replace(**LISTED["packed-from-the-middle"])
+    with pytest.raises(AssertionError):
+        check(problem(64, False), x, tx, launcher=gluon_on_numpy.Launcher(old, new))
 
 
 NO_TANGENT = Operands(None, None, None)
@@ -785,7 +828,10 @@ ONE_PASS = {
     "all": dict(shape=SHAPE, **FEATURES["all"]),
     "segments": dict(shape=SHAPE, **LISTED["segments"]),
     "mask": dict(shape=(2, 70, 150, 6, 2, 64), mask=patches(2, 2, 70, 150)),
-    **{name: dict(dict(shape=SHAPE) | LISTED[name]) for name in ("ranges", "packed", "blocks", "blocks-ranges")},
+    **{
+        name: dict(dict(shape=SHAPE) | LISTED[name])
+        for name in ("ranges", "packed", "packed-from-the-middle", "blocks", "blocks-ranges")
+    },
 }
 
 
@@ -1008,7 +1054,10 @@ ONE_PASS_DUAL = {
     "all": dict(shape=SHAPE, **FEATURES["all"]),
     "segments": dict(shape=SHAPE, **LISTED["segments"]),
     "mask": dict(shape=(2, 70, 150, 6, 2, 64), mask=patches(2, 2, 70, 150)),
-    **{name: dict(dict(shape=SHAPE) | LISTED[name]) for name in ("ranges", "ranges-mask", "blocks")},
+    **{
+        name: dict(dict(shape=SHAPE) | LISTED[name])
+        for name in ("ranges", "packed-from-the-middle", "ranges-mask", "blocks")
+    },
 }
 OTHER_DUAL_RINGS = {"lag-2": dict(lag=2), "kept-2": dict(kept=2), "slots-2": dict(slots=2)}
 check_one_pass_dual = functools.partial(check_one_pass, kernel="one_pass_dual")

@@ -62,6 +62,8 @@ def prepare(
     b_lse = gl.load(LSE + x, mask=m_x, other=-float("inf"))
     if HAS_D_LSE:
         b_delta -= gl.load(D_LSE + x, mask=m_x, other=0.0)
+    if FEATURES.ranges.present:  # of a row that sees nothing cotangents may be NaN
+        b_delta = gl.where(b_lse == -float("inf"), 0.0, b_delta)
     y = i.to(gl.int64) * TILE
     gl.store(LSE2 + y + o_x, products.log2_sum_exp(b_lse))
     gl.store(DELTA + y + o_x, b_delta)
@@ -141,6 +143,9 @@ def prepare_dual(
         b_delta -= gl.load(D_LSE + x, mask=m_x, other=0.0)
     if HAS_TD_LSE:
         b_t_delta -= gl.load(TD_LSE + x, mask=m_x, other=0.0)
+    if FEATURES.ranges.present:
+        b_delta = gl.where(b_lse == -float("inf"), 0.0, b_delta)
+        b_t_delta = gl.where(b_lse == -float("inf"), 0.0, b_t_delta)
     y = i.to(gl.int64) * TILE
     gl.store(LSE2 + y + o_x, products.log2_sum_exp(b_lse))
     gl.store(MU_OUT + y + o_x, gl.load(MU + x, mask=m_x, other=0.0))

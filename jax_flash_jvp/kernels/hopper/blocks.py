@@ -7,7 +7,17 @@ from triton.experimental.gluon import language as gl
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
 from jax_flash_jvp.kernels.hopper.programs import divided, item, own_block
-from jax_flash_jvp.kernels.hopper.visibility import Bounds, Visits, head_slice, key_bounds, lengths, span, within
+from jax_flash_jvp.kernels.hopper.visibility import (
+    Bounds,
+    Others,
+    Visits,
+    head_slice,
+    key_bounds,
+    lengths,
+    selected,
+    span,
+    within,
+)
 
 # an `item`: of the resident rows the number of the block, batch entry and head; of the streamed ones the first head and how
 # many; ends of queries and of keys, bounds of what is streamed
@@ -71,12 +81,50 @@ def visits_of_head(i_g, block, ints, selection, options):
         n_blocks = gl.cdiv(ints.LQ if options.ROW else ints.LK, options.HEIGHT * GROUP_ROWS)
         n_tiles = gl.cdiv(ints.LK if options.ROW else ints.LQ, T)
         i_h = block.i_a if options.ROW else block.i_stream + i_g
-        size = block.i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + 2)
-        p_tiles = head_slice(selection.TILES, block.i_b, i_h, ints, size, TILES_AXES) + block.i_block * (n_tiles + 2)
+        CLASSES: gl.constexpr = FEATURES.tile_classes
+        size = block.i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + CLASSES)
+        p_tiles = head_slice(selection.TILES, block.i_b, i_h, ints, size, TILES_AXES) + block.i_block * (
+            n_tiles + CLASSES
+        )
         plain = 0 if FEATURES.one_loop else gl.load(p_tiles)
-        visits = Visits(0, plain, 0, gl.load(p_tiles + 1) - plain, p_tiles + 2, 0, 0)
+        unseen = gl.load(p_tiles + 1) - plain if FEATURES.ranges.present else 0
+        visits = Visits(0, plain, 0, gl.load(p_tiles + (CLASSES - 1)) - plain, p_tiles + CLASSES, unseen, 0)
     else:
         visits = span(block.bounds, T, options.HAS_MASKED, FEATURES)
     if FEATURES.shared:
         visits = within(visits, block.work, i_g, block.group, not options.ROW)
     return visits
+
+
+@gluon.jit
+def others_of_streamed(row, sight, options):
+    """The resident rows for `clear_unseen` of streamed ones: those of the block that `row` is in."""
+    ROWS: gl.constexpr = options.HEIGHT * GROUP_ROWS
+    first = row // ROWS * ROWS
+    return Others(first, first + ROWS, 1, sight)
+
+
+@gluon.jit
+def others_of_resident(block, call, options):
+    """The streamed rows for `clear_unseen` of resident ones.  Of keys none if a tile without rows that nobody sees is visited:
+    then somebody sees them all."""
+    T: gl.constexpr = options.T
+    FEATURES: gl.constexpr = options.FEATURES
+    heads = block.group if FEATURES.ranges.heads else block.group * 0 + 1
+    first = call.ints.LQ
+    end = 0
+    known = 0
+    for i_g in range(heads):
+        visits = visits_of_head(i_g, block, call.ints, call.selection, options)
+        n = visits.plain_end + visits.masked_end
+        before = visits.plain_end + visits.whole_first
+        if n > before:
+            first = gl.minimum(first, gl.load(visits.list_at + before))
+            end = gl.maximum(end, gl.load(visits.list_at + (n - 1)) + 1)
+        if not options.ROW:
+            known += before
+    if known > 0:
+        end = 0
+    i_h = block.i_a if options.ROW else block.i_stream
+    sight = selected(block, i_h, call, options)
+    return Others(first * T, end * T, heads, sight)

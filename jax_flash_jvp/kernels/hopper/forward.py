@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from jax_flash_jvp.kernels.hopper import products, programs, ring, visibility
-from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
+from jax_flash_jvp.kernels.hopper.blocks import block_of, others_of_streamed, visits_of_head
 from jax_flash_jvp.kernels.hopper.handover import finish, hand_over, resume
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
 from jax_flash_jvp.kernels.hopper.programs import Integers
@@ -250,6 +250,14 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 v, tv = ring.rows_from(vv, 0, T), ring.rows_from(vv, T, T) if options.HAS_TV else vv
 
                 wait(full, k_at)
+                if HAS_TS and MASKED and FEATURES.ranges.present:
+                    if t >= visits.whole_first:
+                        keys = (
+                            (ring.rows_from(kk, 0, T), ring.rows_from(kk, T, T))
+                            if options.HAS_TK
+                            else (ring.rows_from(kk, 0, T),)
+                        )
+                        visibility.clear_unseen(keys, j * T, others_of_streamed(row, sight, options), True, FEATURES)
                 tq = matrix(memory.tq, unfolded(own_queries, tick))
                 later = tick > first_tick
                 b_s, b_ts = scores(
@@ -283,6 +291,10 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 wait(full, v_at)
                 if MASKED and FEATURES.key_lengths:
                     ring.clean(v, j * T, sight.key_end)
+                if MASKED and FEATURES.ranges.present:
+                    if t >= visits.whole_first:
+                        values = (v, tv) if options.HAS_TV else (v,)
+                        visibility.clear_unseen(values, j * T, others_of_streamed(row, sight, options), True, FEATURES)
                 if options.TURNS:
                     mbarrier.wait(turn.index(w), tick & 1)
                 if HAS_O:
@@ -363,6 +375,9 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
                 v = matrix(slots, v_at.slot)
                 if MASKED and FEATURES.key_lengths:
                     ring.clean(v, v_row, sight.key_end)
+                if MASKED and FEATURES.ranges.present:
+                    if t > visits.whole_first:
+                        visibility.clear_unseen((v,), v_row, others_of_streamed(row, sight, options), True, FEATURES)
                 p = products.unpacked(pairs, memory.q[0].dtype, products.operand_layout(T))
                 b_o = accumulated(p, v, b_o)
                 if options.TURNS and not SCORES_ALONE:
@@ -382,6 +397,9 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
             v = matrix(slots, v_at.slot)
             if MASKED and FEATURES.key_lengths:
                 ring.clean(v, j * T, sight.key_end)
+            if MASKED and FEATURES.ranges.present:
+                if t_end > visits.whole_first:
+                    visibility.clear_unseen((v,), j * T, others_of_streamed(row, sight, options), True, FEATURES)
             p = products.unpacked(pairs, memory.q[0].dtype, products.operand_layout(T))
             b_o = accumulated(p, v, b_o)
             b_o, p = settled(b_o, p)

@@ -16,13 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from jax_flash_jvp.kernels.hopper import adding, products, ring, step_one_pass, step_one_pass_dual
-from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
+from jax_flash_jvp.kernels.hopper.blocks import block_of, others_of_resident, visits_of_head
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout, unfolded
 from jax_flash_jvp.kernels.hopper.programs import Integers, aligned
 from jax_flash_jvp.kernels.hopper.ring import described, matrix
 from jax_flash_jvp.kernels.hopper.skeleton import run_adding
 from jax_flash_jvp.kernels.hopper.step_one_pass_dual import GROUPS, STREAMED
-from jax_flash_jvp.kernels.hopper.visibility import Selection, has_masked_tiles, selected
+from jax_flash_jvp.kernels.hopper.visibility import Selection, clear_unseen, has_masked_tiles, selected
 
 # constants: SLOTS of q and of d_o, KEPT tiles of dS; ROW and HEIGHT are for `block_of`; DUAL: with tangents
 Options = namedtuple(
@@ -109,13 +109,21 @@ def produce(arrays, memory, call, options):
 
 
 @gluon.jit
-def clean_resident(w: gl.constexpr, n, memory, options):
-    """Zeros for a warpgroup's rows of k and v from the n-th on, which may hold anything: all make dq of them."""
-    ring.clean(matrix(memory.k, w), 0, n)
-    ring.clean(matrix(memory.v, w), 0, n)
-    if options.DUAL:
-        ring.clean(matrix(memory.tk, w), 0, n)
-        ring.clean(matrix(memory.tv, w), 0, n)
+def clean_resident(w: gl.constexpr, n, a_start, others, memory, options):
+    """Zeros for a warpgroup's rows of k and v from the n-th on, and for those that nobody sees, which may hold anything: all make
+    dq of them."""
+    if options.FEATURES.key_lengths:
+        ring.clean(matrix(memory.k, w), 0, n)
+        ring.clean(matrix(memory.v, w), 0, n)
+        if options.DUAL:
+            ring.clean(matrix(memory.tk, w), 0, n)
+            ring.clean(matrix(memory.tv, w), 0, n)
+    if options.FEATURES.ranges.present:
+        if others.end > others.first:
+            resident = (matrix(memory.k, w), matrix(memory.v, w))
+            if options.DUAL:
+                resident = resident + (matrix(memory.tk, w), matrix(memory.tv, w))
+            clear_unseen(resident, a_start, others, True, options.FEATURES)
     fence_async_shared()
     mbarrier.arrive(memory.cleaned.index(0), count=1)
     mbarrier.wait(memory.cleaned.index(0), 0)
@@ -148,10 +156,13 @@ def consume(w: gl.constexpr, memory, call, options):
     a_start = (block.i_block * options.GROUPS + w) * GROUP_ROWS
     totals = first_sums(options)
     ds = products.operand(gl.zeros([GROUP_ROWS, options.T], memory.ds.dtype, product_layout(options.T)))
+    others = 0
+    if options.FEATURES.ranges.present:
+        others = others_of_resident(block, call, options)
     mbarrier.wait(memory.k_full.index(0), 0)
     mbarrier.wait(memory.v_full.index(0), 0)
-    if options.FEATURES.key_lengths:
-        clean_resident(w, block.key_end - a_start, memory, options)
+    if options.FEATURES.key_lengths or options.FEATURES.ranges.present:
+        clean_resident(w, block.key_end - a_start, a_start, others, memory, options)
     countdown = options.LAG + w
     if options.CORRECTED:
         countdown += gl.load(call.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_a) * adding.COMMON_KEYS
@@ -163,7 +174,8 @@ def consume(w: gl.constexpr, memory, call, options):
         for t in range(low, high):
             j = adding.tile_of(t, visits, options)
             masked = adding.is_masked(t, visits, options)
-            ds, totals = steps.step(i, j, masked, w, a_start, sight, ds, totals, memory, call.scale, options)
+            unseen = t - visits.plain_end >= visits.whole_first
+            ds, totals = steps.step(i, j, masked, unseen, w, a_start, sight, ds, totals, memory, call.scale, options)
             countdown = adding.make_dq_in_turn(steps.make_dq, i, countdown, w, memory, options)
             i += 1
     totals = steps.last_product(i, ds, totals, memory, options)
@@ -243,7 +255,7 @@ def program(arrays, call, options):
     mbarrier.arrive(dq_empty.index(0), count=1)
     cleaned = k_full
     turn = k_full
-    if options.FEATURES.key_lengths:
+    if options.FEATURES.key_lengths or options.FEATURES.ranges.present:
         cleaned = ring.barriers(1, GROUPS)
     if options.TURNS:
         turn = ring.barriers(GROUPS, 1)

@@ -82,7 +82,7 @@ def masked_scores(b_s, j, masked, a_start, sight, options):
 
 
 @gluon.jit
-def step(i, j, masked, w: gl.constexpr, a_start, sight, ds, sums, memory, scale, options):
+def step(i, j, masked, unseen, w: gl.constexpr, a_start, sight, ds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ds."""
     DEFERRED: gl.constexpr = options.FEATURES.deferred
     LATE_DP: gl.constexpr = options.FEATURES.late_dp
@@ -102,6 +102,12 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, ds, sums, memory, scale,
             clean(q, j * options.T, sight.query_end)
             wait(memory.do_full, use)
             clean(do, j * options.T, sight.query_end)
+    if options.FEATURES.ranges.present:
+        if unseen:
+            none = visibility.Others(0, 0, 1, sight)
+            wait(memory.q_full, use)
+            wait(memory.do_full, use)
+            visibility.clear_unseen((q, do), j * options.T, none, False, options.FEATURES)
     wait(memory.q_full, use)
     if options.TURNS:
         mbarrier.wait(memory.turn.index(w), i & 1)

@@ -23,6 +23,7 @@ from jax_flash_jvp.kernels.hopper.handover import by_thread
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
 from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, rows_from, wait
 from jax_flash_jvp.kernels.hopper.step_one_pass import masked_scores, statistic_at
+from jax_flash_jvp.kernels.hopper.visibility import Others, clear_unseen
 
 STREAMED = gl.constexpr(32)  # queries of a tile
 COLUMNS = gl.constexpr(64)  # channels of one, with those that TMA fills up
@@ -65,7 +66,7 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
 
 
 @gluon.jit
-def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale, options):
+def step(i, j, masked, unseen, w: gl.constexpr, a_start, sight, tds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ḋs, whose product is issued with the next tile's scores."""
     T: gl.constexpr = options.T
     dtype: gl.constexpr = memory.ds.dtype
@@ -88,6 +89,12 @@ def step(i, j, masked, w: gl.constexpr, a_start, sight, tds, sums, memory, scale
             wait(memory.do_full, use)
             clean(do, j * T, sight.query_end)
             clean(tdo, j * T, sight.query_end)
+    if options.FEATURES.ranges.present:
+        if unseen:
+            none = Others(0, 0, 1, sight)
+            wait(memory.q_full, use)
+            wait(memory.do_full, use)
+            clear_unseen((q, tq, do, tdo), j * T, none, False, options.FEATURES)
     wait(memory.q_full, use)
     b_tdk = accumulated(tds, rows_from(matrix(memory.q, slot), 0, T), b_tdk)  # (6') of the tile before
     b_s = products.score_product(matrix(memory.k, z), q_tq, zeros, False)  # (1)

@@ -11,9 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from jax_flash_jvp.kernels.hopper.blocks import others_of_streamed
 from jax_flash_jvp.kernels.hopper.products import LOG2E, lane_sums, own_columns, product_layout, unfolded
 from jax_flash_jvp.kernels.hopper.ring import advance, clean, give_back, matrix, rows_from, slot_before, wait
-from jax_flash_jvp.kernels.hopper.visibility import bits, masked_scores
+from jax_flash_jvp.kernels.hopper.visibility import bits, clear_unseen, masked_scores
 
 # where it is: the first of the resident rows, its number, that in this loop and that of the loop's first, how many tiles the
 # warpgroup has seen; what is seen of it, and the bits of a mask; where a and c are, and a; the slots of b and of e and what these
@@ -45,7 +46,7 @@ def tile_at_hand(place, sight, b_at, s_at, resident, memory, MASKED: gl.constexp
 
 @gluon.jit
 def clean_tile(tile, memory, MASKED: gl.constexpr, options):
-    """Zeros past the end of a sequence."""
+    """Zeros past the end of a sequence, and in rows that nobody sees."""
     if MASKED and (options.FEATURES.key_lengths if options.ROW else options.FEATURES.query_lengths):
         end = tile.sight.key_end if options.ROW else tile.sight.query_end
         wait(memory.full, tile.b_at)
@@ -56,6 +57,16 @@ def clean_tile(tile, memory, MASKED: gl.constexpr, options):
             clean(tile.tb, tile.j * options.T, end)
         if options.USE_TE:
             clean(tile.te, tile.j * options.T, end)
+    if MASKED == 2:
+        others = others_of_streamed(tile.a_row, tile.sight, options)
+        wait(memory.full, tile.b_at)
+        wait(memory.full, tile.e_at)
+        tiles = (tile.b, tile.e)
+        if options.USE_TB:
+            tiles = tiles + (tile.tb,)
+        if options.USE_TE:
+            tiles = tiles + (tile.te,)
+        clear_unseen(tiles, tile.j * options.T, others, options.ROW, options.FEATURES)
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from jax_flash_jvp.kernels.hopper import products, programs, ring, step_dual, step_plain, steps, visibility
-from jax_flash_jvp.kernels.hopper.blocks import block_of, visits_of_head
+from jax_flash_jvp.kernels.hopper.blocks import block_of, others_of_resident, visits_of_head
 from jax_flash_jvp.kernels.hopper.handover import finish, hand_over, resume
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, accumulated, product_layout, settled, unfolded
 from jax_flash_jvp.kernels.hopper.programs import Integers
@@ -117,11 +117,13 @@ def load_block(i, state, a_at, arrays, memory, call, options):
     if not AFTER:
         load_all_resident(arrays, i_b, i_a, a_row, memory, a_at, options)
     first = 1
-    for MASKED in gl.static_range(2):
+    for MASKED in gl.static_range(3):
         if visibility.has_loop(MASKED, options.HAS_MASKED, options.FEATURES):
             for i_g in range(block.group):
                 i_h = block.i_stream + i_g
-                visits = visits_of_head(i_g, block, ints, call.selection, options)
+                visits = visibility.of_loop(
+                    visits_of_head(i_g, block, ints, call.selection, options), MASKED, options.FEATURES
+                )
                 t_first, t_end = visibility.range_of(visits, MASKED)
                 for t in range(t_first, t_end):
                     row = visibility.tile_at(t, visits, MASKED, options.FEATURES) * T
@@ -263,6 +265,9 @@ def statistics_of_rows(block, a_row, w: gl.constexpr, b_at, resident, common, me
             if options.HAS_TD_LSE:
                 b_t_delta -= gl.load(X.TD_LSE + x, mask=o_a < ints.LQ, other=0.0)
             delta, t_delta = gl.expand_dims(b_delta, 1), gl.expand_dims(b_t_delta, 1)
+            if options.FEATURES.ranges.present:  # of a row that sees nothing cotangents may be NaN
+                delta = gl.where(lse2 == float("inf"), 0.0, delta)
+                t_delta = gl.where(lse2 == float("inf"), 0.0, t_delta)
         else:
             lse2 = row_statistic(X.LSE2, x, o_a < ints.LQ, float("inf"))
             delta = row_statistic(X.DELTA, x, o_a < ints.LQ, 0.0)
@@ -288,13 +293,20 @@ def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
         common = gl.load(call.statistics.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_stream)
     sums = first_sums(block, w, call.results, options)
     resident = a_at.slot * options.HEIGHT + w % options.HEIGHT
+    if options.FEATURES.ranges.present:
+        others = others_of_resident(block, call, options)
     mbarrier.wait(memory.a_full.index(resident), a_at.phase)
+    if options.FEATURES.ranges.present:
+        if others.end > others.first:
+            clear_resident(a_row, resident, others, memory, options)
     of_rows, b_at = statistics_of_rows(block, a_row, w, b_at, resident, common, memory, call, options)
     no_ds = gl.zeros([GROUP_ROWS, options.T], memory.a[0].dtype, product_layout(options.T))
-    for MASKED in gl.static_range(2):
+    for MASKED in gl.static_range(3):
         if visibility.has_loop(MASKED, options.HAS_MASKED, options.FEATURES):
             for i_g in range(block.group):
-                visits = visits_of_head(i_g, block, ints, selection, options)
+                visits = visibility.of_loop(
+                    visits_of_head(i_g, block, ints, selection, options), MASKED, options.FEATURES
+                )
                 i_h = block.i_a if options.ROW else block.i_stream + i_g
                 sight = visibility.selected(block, i_h, call, options)
                 t_first, t_end = visibility.range_of(visits, MASKED)
@@ -314,6 +326,19 @@ def compute_block(i, w: gl.constexpr, state, a_at, memory, call, options):
     again = i if options.C <= 64 and not options.FEATURES.shared else unfolded(i, tick)
     write_block(again, heads, block.query_end if options.ROW else block.key_end, w, sums, of_rows, call, options)
     return b_at, s_at, tick
+
+
+@gluon.jit
+def clear_resident(a_row, resident, others, memory, options):
+    """Zeros for the rows that nobody sees, or that see nothing."""
+    resident_tiles = (matrix(memory.a, resident),)
+    if options.USE_C:
+        resident_tiles = resident_tiles + (matrix(memory.c, resident),)
+    if options.USE_TA:
+        resident_tiles = resident_tiles + (matrix(memory.ta, resident),)
+    if options.USE_TC:
+        resident_tiles = resident_tiles + (matrix(memory.tc, resident),)
+    visibility.clear_unseen(resident_tiles, a_row, others, not options.ROW, options.FEATURES)
 
 
 @gluon.jit

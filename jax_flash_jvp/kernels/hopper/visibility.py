@@ -5,8 +5,10 @@ from collections import namedtuple
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout
+from jax_flash_jvp.kernels.hopper.ring import row_layout
 from jax_flash_jvp.kernels.portable import visibility
 
 words = gluon.jit(visibility.words.fn)
@@ -16,7 +18,8 @@ Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS 
 MaskReader = namedtuple("MaskReader", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS ranges mask blocks")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
 Bounds = namedtuple("Bounds", "start first whole stop")
-# numbers of whole tiles, then of masked ones, and which these are: a list, or the tiles from `list_at` on (`span`)
+# numbers of whole tiles, then of masked ones, and which these are: a list, or the tiles from `list_at` on (`span`); of a list of
+# ranges the masked ones from `whole_first` on have rows that nobody sees
 Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end list_at whole_first whole_end")
 
 
@@ -29,7 +32,10 @@ def has_masked_tiles(features, row, ragged):
 
 @triton.constexpr_function
 def has_loop(masked, has_masked, features):
-    """Over the tiles that everybody sees whole, or the `masked`, which may be all."""
+    """Over the tiles that everybody sees whole, or the `masked`, which may be all; 2: those with rows that nobody sees, where
+    they have a loop of their own."""
+    if masked == 2:
+        return features.ranges.present
     return has_masked if masked else not (has_masked and features.one_loop)
 
 
@@ -173,6 +179,18 @@ def selected(block, i_h, call, options):
 
 
 @gluon.jit
+def of_loop(visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
+    """Those of the masked tiles that have no rows that nobody sees, or, if MASKED is 2, that do."""
+    plain_first, plain_end, masked_first, masked_end, start, first, end = visits
+    if MASKED == 2:
+        return Visits(plain_first, plain_end, first, masked_end, start, first, end)
+    elif MASKED and FEATURES.ranges.present:
+        return Visits(plain_first, plain_end, masked_first, first, start, first, end)
+    else:
+        return visits
+
+
+@gluon.jit
 def range_of(visits, MASKED: gl.constexpr):
     """The first and the end of the numbers that `tile_at` takes."""
     if MASKED:
@@ -293,6 +311,92 @@ def visible(row, column, sight, options):
             b_x = gl.load(mask)
         seen = seen & (b_x != 0)
     return seen
+
+
+# ------------------------------------------------------------------------------------------------ rows that nobody sees
+
+
+# of tiles in which they are: the first and the end of the rows along the other axis, of so many query heads, and what is seen
+Others = namedtuple("Others", "first end heads sight")
+
+
+@triton.constexpr_function
+def lanes_of_rows(columns):
+    """`row_layout`, but that a thread has one column."""
+    return gl.BlockedLayout([1, 1], [32 * 8 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def seen_keys(o_n, others, ROWS: gl.constexpr, W: gl.constexpr, FEATURES: gl.constexpr, LAYOUT: gl.constexpr):
+    """[P, W]: of the keys o_n + P i, up to ROWS, as bit i, is it in a range of one of the queries that a column stands for?"""
+    P: gl.constexpr = o_n.shape[0]
+    INTERVALS: gl.constexpr = FEATURES.intervals
+    sight = others.sight
+    o_w = gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
+    b_seen = gl.zeros([P, W], gl.int32, LAYOUT)
+    for i_g in range(others.heads):
+        ranges = sight.ranges + i_g * (sight.LQ * (2 * INTERVALS))
+        for first in range(others.first, others.end, W):
+            p_range = ranges + (first + o_w) * (2 * INTERVALS)
+            m_x = first + o_w < sight.query_end
+            for I in gl.static_range(INTERVALS):
+                b_start = gl.expand_dims(gl.load(p_range + 2 * I, mask=m_x, other=0), 0)
+                b_end = gl.expand_dims(gl.load(p_range + (2 * I + 1), mask=m_x, other=0), 0)
+                for ROW in gl.static_range(0, ROWS, P):
+                    b_n = gl.expand_dims(o_n + ROW, 1)
+                    b_seen = b_seen | (((b_n >= b_start) & (b_n < b_end)).to(gl.int32) << (ROW // P))
+    return b_seen
+
+
+@gluon.jit
+def seeing_queries(o_m, sight, ROWS: gl.constexpr, FEATURES: gl.constexpr):
+    """[P]: of the queries o_m + P i, up to ROWS, as bit i, has it keys in its ranges?"""
+    P: gl.constexpr = o_m.shape[0]
+    INTERVALS: gl.constexpr = FEATURES.intervals
+    b_seeing = o_m * 0
+    for i in range(ROWS // P):
+        p_range = sight.ranges + (o_m + i * P) * (2 * INTERVALS)
+        m_x = o_m + i * P < sight.query_end
+        for I in gl.static_range(INTERVALS):
+            b_start = gl.maximum(gl.load(p_range + 2 * I, mask=m_x, other=0), 0)
+            b_end = gl.minimum(gl.load(p_range + (2 * I + 1), mask=m_x, other=0), sight.key_end)
+            b_seeing = b_seeing | ((b_start < b_end).to(gl.int32) << i)
+    return b_seeing
+
+
+@gluon.jit
+def clear_part(tiles, PART: gl.constexpr, row, others, KEYS: gl.constexpr, FEATURES: gl.constexpr):
+    """A thread has a row of each piece of P rows, and bits for all of these: few registers, which loops do not have for this."""
+    ROWS: gl.constexpr = tiles[0][PART].shape[0]
+    D: gl.constexpr = tiles[0][PART].shape[1]
+    P: gl.constexpr = ROWS if ROWS < 1024 // D else 1024 // D
+    LAYOUT: gl.constexpr = row_layout(D)
+    BY_COLUMN: gl.constexpr = lanes_of_rows(D)
+    zeros = gl.zeros([P, D], tiles[0][PART].dtype, LAYOUT)
+    o_r = row + gl.arange(0, P, layout=gl.SliceLayout(1, BY_COLUMN if KEYS else LAYOUT))
+    if KEYS:
+        b_bits = seen_keys(o_r, others, ROWS, D // 8, FEATURES, BY_COLUMN)
+    else:
+        b_bits = seeing_queries(o_r, others.sight, ROWS, FEATURES)
+    for ROW in gl.static_range(0, ROWS, P):
+        b_bit = (b_bits >> (ROW // P)) & 1
+        if KEYS:
+            b_bit = gl.convert_layout(gl.max(b_bit, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+        for I in gl.static_range(len(tiles)):
+            piece = tiles[I][PART].slice(ROW, P, 0)
+            piece.store(gl.where(gl.expand_dims(b_bit != 0, 1), piece.load(LAYOUT), zeros))
+
+
+@gluon.jit
+def clear_unseen(tiles, row, others, KEYS: gl.constexpr, FEATURES: gl.constexpr):
+    """Zeros for the rows of tiles in shared memory, from number `row` on: for KEYS that the others do not see, and for queries
+    that see no key.  They may hold anything; as `clean` in `ring.py`."""
+    for PART in gl.static_range(len(tiles[0])):
+        clear_part(tiles, PART, row, others, KEYS, FEATURES)
+    fence_async_shared()
+
+
+# ------------------------------------------------------------------------------------------------ masks
 
 
 @triton.constexpr_function

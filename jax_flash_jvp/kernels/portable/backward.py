@@ -47,7 +47,9 @@ from jax_flash_jvp.kernels.portable.scores import (
     under_cap,
 )
 from jax_flash_jvp.kernels.portable.visibility import (
+    end_of_seen,
     exists,
+    is_cut,
     kept,
     key_bounds,
     listed,
@@ -58,6 +60,7 @@ from jax_flash_jvp.kernels.portable.visibility import (
     thinned,
     tile_list,
     visible,
+    where_seen,
     within,
 )
 
@@ -69,8 +72,10 @@ def statistics(
     LSE2, DELTA, T_DELTA,
     DV: tl.constexpr, BM: tl.constexpr,
     HAS_TANGENT: tl.constexpr, HAS_DO: tl.constexpr, HAS_TDO: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_TD_LSE: tl.constexpr,
+    EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """δ = rowsum(d_o∘o) − d_ℓ and its tangent, which the other kernels take off dP and ḋP, and ℓ in base 2."""
+    """δ = rowsum(d_o∘o) − d_ℓ and its tangent, which the other kernels take off dP and ḋP, and ℓ in base 2.  EMPTY: of a row that
+    sees nothing δ is zero, though its cotangents be NaN."""
     n_m = tl.cdiv(LQ, BM)
     i_m = tl.program_id(0) % n_m
     i_bh = (tl.program_id(0) // n_m).to(tl.int64)
@@ -81,13 +86,16 @@ def statistics(
     s_o = HQ * DV
     o_offset = (i_bh // HQ * LQ * HQ + i_bh % HQ) * DV
     b_o = load_rows(O + o_offset, row, s_o, o_r, LQ, DV, True)
-    tl.store(LSE2 + x, log2_sum_exp(tl.load(LSE + x, mask=m_x)), mask=m_x)
+    b_lse2 = log2_sum_exp(tl.load(LSE + x, mask=m_x))
+    tl.store(LSE2 + x, b_lse2, mask=m_x)
     b_delta = tl.zeros([BM], tl.float32)
     if HAS_DO:
         b_do = load_rows(DO + o_offset, row, s_o, o_r, LQ, DV, True)
         b_delta += inner(b_do, b_o)
     if HAS_D_LSE:
         b_delta -= tl.load(D_LSE + x, mask=m_x, other=0.0)
+    if EMPTY:
+        b_delta = tl.where(b_lse2 == float("inf"), 0.0, b_delta)
     tl.store(DELTA + x, b_delta, mask=m_x)
     if HAS_TANGENT:
         b_t_delta = tl.zeros([BM], tl.float32)
@@ -99,6 +107,8 @@ def statistics(
             b_t_delta += inner(b_tdo, b_o)
         if HAS_TD_LSE:
             b_t_delta -= tl.load(TD_LSE + x, mask=m_x, other=0.0)
+        if EMPTY:
+            b_t_delta = tl.where(b_lse2 == float("inf"), 0.0, b_t_delta)
         tl.store(T_DELTA + x, b_t_delta, mask=m_x)
 
 
@@ -151,44 +161,48 @@ def key_side(
             BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
             i_b, i_hq, HQ, GROUP, LQ, LK, query_end, key_end, left, right, True, FEATURES,
         )  # fmt: skip
-        tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_hq, HQ, GROUP, i_n, n_n, tl.cdiv(LQ, BM), FEATURES)
+        tiles, counts = tile_list(TILES, i_b, i_hq, HQ, GROUP, i_n, n_n, tl.cdiv(LQ, BM), FEATURES)
         for PHASE in tl.static_range(3):
             if exists(PHASE, FEATURES, False):
-                low, high = span(start, first, whole, stop, n_whole, n_tiles, BM, PHASE, True, FEATURES)
+                low, high = span(start, first, whole, stop, counts, BM, PHASE, True, FEATURES)
                 for at in range(low, high, BM):
                     row = listed(tiles, at, BM, FEATURES)
                     o_m = (row + o_c)[None, :]
                     x = i_q * LQ + row + o_c
                     m_x = row + o_c < query_end
-                    b_q = load_rows(Q + q_offset, row, s_q, o_c, query_end, D, RAGGED)  # [BM, D]
+                    end = end_of_seen(o_m, o_n, row, query_end, sight, PHASE, FEATURES)
+                    b_q = load_rows(Q + q_offset, row, s_q, o_c, end, D, is_cut(RAGGED, PHASE, FEATURES))  # [BM, D]
                     lse2 = load_statistic(LSE2, x, m_x, float("inf"), RAGGED)
                     b_s = products(b_k, b_q, PRECISION)  # [BN, BM]
                     b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
+                    if FEATURES.cap:
+                        b_u = where_seen(b_u, o_m, o_n, row, sight, PHASE, FEATURES)
                     b_p = tl.math.exp2(b_s - lse2[None, :])
                     if PHASE > 0:
                         b_p = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_p, 0.0)
                     b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                     b_pv = thinned(b_p, b_kept, FEATURES)
-                    b_tq = load_if(HAS_TQ, b_q, TQ + q_offset, row, s_q, o_c, query_end, D, RAGGED)
+                    b_tq = load_if(HAS_TQ, b_q, TQ + q_offset, row, s_q, o_c, end, D, is_cut(RAGGED, PHASE, FEATURES))
                     if HAS_TS and (WANT_TK or WANT_TV):
                         b_ts = tangent_products(b_k, b_q, b_tk, b_tq, HAS_TK, HAS_TQ, PRECISION)
+                        b_ts = where_seen(b_ts, o_m, o_n, row, sight, PHASE, FEATURES)
                         b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                         b_w -= load_statistic(MU, x, m_x, 0.0, RAGGED)[None, :]
                     if HAS_DO:
-                        b_do = load_rows(DO + o_offset, row, s_o, o_c, query_end, DV, RAGGED)
+                        b_do = load_rows(DO + o_offset, row, s_o, o_c, end, DV, is_cut(RAGGED, PHASE, FEATURES))
                         if WANT_V:
                             b_dv = accumulated(b_dv, b_pv, b_do, PRECISION)
                         if HAS_TS and WANT_TV:
                             b_tdv = accumulated(b_tdv, b_pv * b_w, b_do, PRECISION)
                     if HAS_TDO:
-                        b_tdo = load_rows(TDO + o_offset, row, s_o, o_c, query_end, DV, RAGGED)
+                        b_tdo = load_rows(TDO + o_offset, row, s_o, o_c, end, DV, is_cut(RAGGED, PHASE, FEATURES))
                         if WANT_TV:
                             b_tdv = accumulated(b_tdv, b_pv, b_tdo, PRECISION)
                     if WANT_K or WANT_TK:
                         b_ds = -load_statistic(DELTA, x, m_x, 0.0, RAGGED)[None, :]
                         if HAS_DO:
                             b_ds += thinned(products(b_v, b_do, PRECISION), b_kept, FEATURES)
-                        b_ds = b_p * b_ds
+                        b_ds = b_p * where_seen(b_ds, o_m, o_n, row, sight, PHASE, FEATURES)
                         b_dx = under_cap(b_ds, b_u, FEATURES)
                         if WANT_K:
                             b_dk = accumulated(b_dk, b_dx, b_q, PRECISION)
@@ -198,7 +212,7 @@ def key_side(
                                 b_tds += thinned(products(b_v, b_tdo, PRECISION), b_kept, FEATURES)
                             if HAS_TV and HAS_DO:
                                 b_tds += thinned(products(b_tv, b_do, PRECISION), b_kept, FEATURES)
-                            b_tds = b_p * b_tds
+                            b_tds = b_p * where_seen(b_tds, o_m, o_n, row, sight, PHASE, FEATURES)
                             if HAS_TS:
                                 b_tds += b_ds * b_w
                             b_tdx = under_cap(b_tds, b_u, FEATURES)
@@ -277,19 +291,22 @@ def query_side(
     common = tl.load(COMMON + mean) if CORRECTED else 0
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
-    tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
-    share = shared_keys(start, stop, n_tiles, i_share, n_shares, BN, FEATURES)
+    tiles, counts = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
+    share = shared_keys(start, stop, counts, i_share, n_shares, BN, FEATURES)
     for PHASE in tl.static_range(3):
         if exists(PHASE, FEATURES, RAGGED):
-            low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
+            low, high = span(start, first, whole, stop, counts, BN, PHASE, False, FEATURES)
             low, high = within(low, high, share, FEATURES)
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
-                b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
-                b_v = load_rows(V + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
+                end = end_of_seen(o_m, o_n, row, key_end, sight, PHASE, FEATURES)
+                b_k = load_rows(K + k_offset, row, s_k, o_c, end, D, PHASE > 0)
+                b_v = load_rows(V + v_offset, row, s_v, o_c, end, DV, PHASE > 0)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
                 b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
+                if FEATURES.cap:
+                    b_u = where_seen(b_u, o_m, o_n, row, sight, PHASE, FEATURES)
                 b_p = tl.math.exp2(b_s - lse2[:, None])
                 if PHASE > 0:
                     b_p = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_p, 0.0)
@@ -297,7 +314,7 @@ def query_side(
                 b_ds = -delta[:, None]
                 if HAS_DO:
                     b_ds += thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
-                b_ds = b_p * b_ds
+                b_ds = b_p * where_seen(b_ds, o_m, o_n, row, sight, PHASE, FEATURES)
                 b_dx = under_cap(b_ds, b_u, FEATURES)
                 if FEATURES.cap and CORRECTED:
                     b_c += tl.sum(under_cap(b_p, b_u, FEATURES), 1)
@@ -306,16 +323,17 @@ def query_side(
                 if WANT_Q:
                     b_dq = accumulated(b_dq, b_dx, b_k, PRECISION)
                 if WANT_TQ:
-                    b_tk = load_if(HAS_TK, b_k, TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                    b_tk = load_if(HAS_TK, b_k, TK + k_offset, row, s_k, o_c, end, D, PHASE > 0)
                     b_tds = -t_delta[:, None]
                     if HAS_TDO:
                         b_tds += thinned(products(b_tdo, b_v, PRECISION), b_kept, FEATURES)
                     if HAS_TV and HAS_DO:
-                        b_tv = load_rows(TV + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
+                        b_tv = load_rows(TV + v_offset, row, s_v, o_c, end, DV, PHASE > 0)
                         b_tds += thinned(products(b_do, b_tv, PRECISION), b_kept, FEATURES)
-                    b_tds = b_p * b_tds
+                    b_tds = b_p * where_seen(b_tds, o_m, o_n, row, sight, PHASE, FEATURES)
                     if HAS_TS:
                         b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
+                        b_ts = where_seen(b_ts, o_m, o_n, row, sight, PHASE, FEATURES)
                         b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                         b_tds += b_ds * (b_w - mu[:, None])
                     b_tdx = under_cap(b_tds, b_u, FEATURES)

@@ -92,13 +92,16 @@ def score_side(
         b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
         b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
         b_p = tl.math.exp2(b_s - tl.load(LSE2 + x, mask=m_x, other=float("inf"))[:, None])
-        b_p = tl.where(visible(o_m, o_n, column, sight, FEATURES), b_p, 0.0)
+        b_seen = visible(o_m, o_n, column, sight, FEATURES)
+        b_p = tl.where(b_seen, b_p, 0.0)
         b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
         b_ds = -tl.load(DELTA + x, mask=m_x, other=0.0)[:, None]
         if HAS_DO:
             b_do = load_rows(DO + o_offset, row, s_o, o_r, query_end, DV, True)
             b_ds += thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
         b_ds = b_p * b_ds
+        if FEATURES.ranges.present:  # rows that nobody sees may hold anything
+            b_ds = tl.where(b_seen, b_ds, 0.0)
         b_sum += b_ds
         if WANT_T:
             b_tds = -tl.load(T_DELTA + x, mask=m_x, other=0.0)[:, None]
@@ -115,6 +118,8 @@ def score_side(
                 b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
                 b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                 b_tds += b_ds * (b_w - tl.load(MU + x, mask=m_x, other=0.0)[:, None])
+            if FEATURES.ranges.present:
+                b_tds = tl.where(b_seen, b_tds, 0.0)
             b_tsum += b_tds
 
     if WANT:

@@ -37,6 +37,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     without,
 )
 from jax_flash_jvp.kernels.portable.visibility import (
+    end_of_seen,
     exists,
     kept,
     key_bounds,
@@ -47,6 +48,7 @@ from jax_flash_jvp.kernels.portable.visibility import (
     thinned,
     tile_list,
     visible,
+    where_seen,
     within,
 )
 
@@ -123,11 +125,11 @@ def forward(
     b_rest = tl.zeros([BM], tl.float32)
 
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
-    tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
-    share = shared_keys(start, stop, n_tiles, i_share, n_shares, BN, FEATURES)
+    tiles, counts = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
+    share = shared_keys(start, stop, counts, i_share, n_shares, BN, FEATURES)
     for PHASE in tl.static_range(3):  # first the tiles that every row sees whole, then the diagonal and the ragged end
         if exists(PHASE, FEATURES, RAGGED):
-            low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
+            low, high = span(start, first, whole, stop, counts, BN, PHASE, False, FEATURES)
             low, high = within(low, high, share, FEATURES)
             for at in range(low, high, BN):
                 row = listed(tiles, at, BN, FEATURES)
@@ -154,18 +156,20 @@ def forward(
                 b_l = b_l_before + b_pl
                 b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                 b_pv = thinned(b_p, b_kept, FEATURES)
-                b_v = load_rows(V + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
+                v_end = end_of_seen(o_m, o_n, row, key_end, sight, PHASE, FEATURES)
+                b_v = load_rows(V + v_offset, row, s_v, o_c, v_end, DV, PHASE > 0)
                 b_o = scaled(b_o, alpha[:, None])
                 if HAS_TANGENT:
                     b_to = scaled(b_to, alpha[:, None])
                 if HAS_TS:
                     b_ts = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
+                    b_ts = where_seen(b_ts, o_m, o_n, row, sight, PHASE, FEATURES)
                     b_c, moved, b_rest = recentered(b_c, b_rest * alpha, tl.sum(b_p * b_ts, 1), b_pl, b_l_before, b_l)
                     b_to = without(b_to, moved[:, None], b_o)
                 if HAS_TS or not LINEAR:
                     b_o = accumulated(b_o, b_pv, b_v, PRECISION)
                 if HAS_TV:
-                    b_tv = load_rows(TV + v_offset, row, s_v, o_c, key_end, DV, PHASE > 0)
+                    b_tv = load_rows(TV + v_offset, row, s_v, o_c, v_end, DV, PHASE > 0)
                     b_to = accumulated(b_to, b_pv, b_tv, PRECISION)
                 if HAS_TS:
                     b_pt = thinned(b_p * (b_ts - b_c[:, None]), b_kept, FEATURES)

@@ -269,17 +269,19 @@ class PortableCall:
         heads = self.query_heads if by.heads else self.key_heads if by.groups else 1
         blocks = (triton.cdiv(self.query_length, tile.block_m), triton.cdiv(self.key_length, tile.block_n))
         n_blocks, n_tiles = reversed(blocks) if by_key else blocks
-        if batch * heads * n_blocks * (n_tiles + 2) >= 2**31:
+        classes = self.features.tile_classes
+        if batch * heads * n_blocks * (n_tiles + classes) >= 2**31:
             raise NotImplementedError("lists of tiles for so many scores would hold more than 2³¹ numbers")
         look = Launch(
             visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selected(by_key),
             dict(self.sizes, **self.reach, heads=heads), dict(SEEN=Output((batch, heads, n_blocks, n_tiles), "int32")),
             dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), num_warps=4, num_stages=1,
-            registers=80,
+            registers=40 if self.features.ranges.present else 80,  # of which most calls need so few
         )  # fmt: skip
         listing = Launch(
             visibility.list_tiles, batch * heads * n_blocks, self.launcher.launch(look), dict(n_tiles=n_tiles),
-            dict(TILES=Output((batch, heads, n_blocks, n_tiles + 2), "int32")), dict(CHUNK=256), num_warps=1, num_stages=1,
+            dict(TILES=Output((batch, heads, n_blocks, n_tiles + classes), "int32")), dict(CHUNK=256, CLASSES=classes),
+            num_warps=1, num_stages=1,
         )  # fmt: skip
         return self.launcher.launch(listing)["TILES"]
 
@@ -519,7 +521,7 @@ def statistics(call: PortableCall, y, cy, ty, tcy, dual: bool) -> RowStatistics:
         dict(LSE2=call.statistic, DELTA=call.statistic, T_DELTA=call.statistic if dual else None),
         dict(
             call.value_constants, BM=block_m, HAS_TANGENT=dual, HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None,
-            HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None,
+            HAS_D_LSE=d_lse is not None, HAS_TD_LSE=t_d_lse is not None, EMPTY=call.features.ranges.present,
         ), num_warps=4, num_stages=1,
     )  # fmt: skip
     got = call.launcher.launch(launch)

@@ -26,7 +26,16 @@ from jax_flash_jvp.kernels.portable.scores import (
     sums,
     width,
 )
-from jax_flash_jvp.kernels.portable.visibility import exists, key_bounds, listed, selected, span, tile_list, visible
+from jax_flash_jvp.kernels.portable.visibility import (
+    end_of_seen,
+    exists,
+    key_bounds,
+    listed,
+    selected,
+    span,
+    tile_list,
+    visible,
+)
 
 ENOUGH = tl.constexpr(1024)  # keys in tiles that are seen whole, of which at least so many are read
 
@@ -122,17 +131,18 @@ def row_means(
     b_mean = sums(BM, D)
     b_tmean = sums(BM, D) if HAS_TK else 0.0
     start, first, whole, stop = key_bounds(i_m, query_end, key_end, left, right, BM, BN, FEATURES)
-    tiles, n_whole, n_tiles = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
+    tiles, counts = tile_list(TILES, i_b, i_h, HQ, GROUP, i_m, tl.cdiv(LQ, BM), tl.cdiv(LK, BN), FEATURES)
     for PHASE in tl.static_range(3):
         if exists(PHASE, FEATURES, RAGGED):
-            low, high = span(start, first, whole, stop, n_whole, n_tiles, BN, PHASE, False, FEATURES)
+            low, high = span(start, first, whole, stop, counts, BN, PHASE, False, FEATURES)
             step = BN
             if PHASE == 0:
                 step = BN * tl.maximum(1, (high - low) // ENOUGH)
             for at in range(low, high, step):
                 row = listed(tiles, at, BN, FEATURES)
                 o_n = (row + o_c)[None, :]
-                b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                k_end = end_of_seen(o_m, o_n, row, key_end, sight, PHASE, FEATURES)
+                b_k = load_rows(K + k_offset, row, s_k, o_c, k_end, D, PHASE > 0)
                 b_s = products(b_q, b_k, PRECISION)  # [BM, BN]
                 b_s = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)[0]
                 if PHASE > 0:
@@ -145,7 +155,7 @@ def row_means(
                 b_l = b_l * alpha + tl.sum(b_p, 1)
                 b_mean = accumulated(scaled(b_mean, alpha[:, None]), b_p, b_k, PRECISION)
                 if HAS_TK:
-                    b_tk = load_rows(TK + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
+                    b_tk = load_rows(TK + k_offset, row, s_k, o_c, k_end, D, PHASE > 0)
                     b_tmean = accumulated(scaled(b_tmean, alpha[:, None]), b_p, b_tk, PRECISION)
     per_l = tl.where(b_l == 0.0, 0.0, 1.0 / b_l)[:, None]
     offset = (i_b * LQ * HQ + i_h) * D

@@ -154,11 +154,23 @@ def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
 @triton.constexpr_function
 def exists(phase, features, ragged):
     """Is there this phase of the loop over tiles?  0: tiles that are seen whole; 1: those that are not; 2: those that the left
-    end of a window cuts, unless there is a list."""
+    end of a window cuts, or of a list those with rows that nobody sees."""
     if features.tiles.present:
-        return phase < 2
+        return phase < features.tile_classes
     edges = ragged or features.right or features.left or features.lengths
     return phase == 0 or (phase == 1 and edges) or (phase == 2 and features.left)
+
+
+@triton.constexpr_function
+def has_unseen(phase, features):
+    """May tiles of this phase have rows that nobody sees, which may hold anything?"""
+    return features.ranges.present and phase == 2
+
+
+@triton.constexpr_function
+def is_cut(ragged, phase, features):
+    """Need tiles of this phase masked loads, where whole ones need them if `ragged`?"""
+    return ragged or has_unseen(phase, features)
 
 
 @triton.jit
@@ -218,15 +230,15 @@ def query_bounds(i_n, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.
 
 @triton.jit
 def span(
-    start, first, whole, stop, listed_whole, listed_all, B: tl.constexpr,
+    start, first, whole, stop, counts, B: tl.constexpr,
     PHASE: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Where a phase begins and ends.  Causality cuts the last keys that a query sees, and the first queries that see a key."""
     if FEATURES.tiles.present:
         if PHASE == 0:
-            return 0, listed_whole * B
+            return 0, counts[0] * B
         else:
-            return listed_whole * B, listed_all * B
+            return counts[PHASE - 1] * B, counts[PHASE] * B
     elif PHASE == 0:
         return first, whole
     elif (PHASE == 1) == BY_KEY:
@@ -236,11 +248,12 @@ def span(
 
 
 @triton.jit
-def shared_keys(start, stop, n_tiles, i_share, n_shares, B: tl.constexpr, FEATURES: tl.constexpr):
+def shared_keys(start, stop, counts, i_share, n_shares, B: tl.constexpr, FEATURES: tl.constexpr):
     """Where in what all phases go over a share begins and ends."""
     if FEATURES.key_shares:
         if FEATURES.tiles.present:
-            start, stop = 0, n_tiles * B
+            LAST: tl.constexpr = FEATURES.tile_classes - 1
+            start, stop = 0, counts[LAST] * B
         n = tl.cdiv(tl.maximum(stop - start, 0), B)
         return start + n * i_share // n_shares * B, start + n * (i_share + 1) // n_shares * B
     else:
@@ -267,14 +280,18 @@ def listed(tiles, at, B: tl.constexpr, FEATURES: tl.constexpr):
 
 @triton.jit
 def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: tl.constexpr):
-    """(list, how many of it are seen whole, length) of the tiles that this program visits, see `list_tiles`."""
+    """(list, how many of it come up to the end of each class) of the tiles that this program visits, see `list_tiles`."""
     if FEATURES.tiles.present:
-        size = tl.full([], 1, tl.int64) * n_blocks * (n_tiles + 2)
+        CLASSES: tl.constexpr = FEATURES.tile_classes
+        size = tl.full([], 1, tl.int64) * n_blocks * (n_tiles + CLASSES)
         TILES_AXES: tl.constexpr = FEATURES.tiles
-        p_tiles = head_slice(TILES, i_b, i_h, HQ, GROUP, size, TILES_AXES) + i_block * (n_tiles + 2)
-        return p_tiles + 2, tl.load(p_tiles), tl.load(p_tiles + 1)
+        p_tiles = head_slice(TILES, i_b, i_h, HQ, GROUP, size, TILES_AXES) + i_block * (n_tiles + CLASSES)
+        counts = (tl.load(p_tiles), tl.load(p_tiles + 1))
+        if CLASSES == 3:
+            counts = counts + (tl.load(p_tiles + 2),)
+        return p_tiles + CLASSES, counts
     else:
-        return TILES, 0, 0
+        return TILES, (0, 0)
 
 
 @triton.jit
@@ -332,9 +349,10 @@ def look_at_tiles(
     SEEN,
     BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """What is to be seen in a tile, 2: everything, 1: perhaps something, 0: nothing.  A program looks at one: for each block of
-    queries, or BY_KEY of keys, at those along the other axis.  Of HQ // heads query heads the first stands for all.  Of
-    positions and of segments the ends tell, so that the tile itself is read of a mask alone."""
+    """What is to be seen in a tile, 2: everything, 1: perhaps something, 0: nothing; of ranges also 3: perhaps something, with
+    rows that nobody sees.  A program looks at one: for each block of queries, or BY_KEY of keys, at those along the other axis.
+    Of HQ // heads query heads the first stands for all.  Of positions and of segments the ends tell, so that the tile itself is
+    read of a mask alone."""
     LQ, LK = aligned(LQ, LK, FEATURES)
     n_m = tl.cdiv(LQ, BM)
     n_n = tl.cdiv(LK, BN)
@@ -382,7 +400,50 @@ def look_at_tiles(
             b_all = b_some | (o_m >= LQ)
         something &= tl.max(tl.max(b_some.to(tl.int32), 1), 0) != 0
         everything &= tl.min(tl.min(b_all.to(tl.int32), 1), 0) != 0
-    tl.store(SEEN + i_bh * n_m * n_n + i_tile, something.to(tl.int32) + (everything & something).to(tl.int32))
+    seen = something.to(tl.int32) + (everything & something).to(tl.int32)
+    if FEATURES.ranges.present:
+        if seen == 1:
+            if nobody_sees(ranges, m, n, query_end, key_end, BM, BN, FEATURES):
+                seen = 3
+    tl.store(SEEN + i_bh * n_m * n_n + i_tile, seen)
+
+
+@triton.jit
+def nobody_sees(ranges, m, n, query_end, key_end, BM: tl.constexpr, BN: tl.constexpr, FEATURES: tl.constexpr):
+    """Has a tile queries that see no key, or keys that no query sees, within the lengths?  That somebody sees a key, the queries
+    of the tile tell, or the query of the same number, as in packed sequences that attend to themselves; others are not asked."""
+    o_m = m + tl.arange(0, BM)
+    o_n = n + tl.arange(0, BN)
+    b_rows = (o_m >= query_end) | touches_ranges(ranges, o_m, 0, key_end - 1, query_end, FEATURES)
+    b_keys = (o_n >= key_end) | in_ranges(ranges, o_n, o_n, o_n, query_end, FEATURES)
+    known = tl.min(b_keys.to(tl.int32), 0) != 0
+    if known == 0:
+        for first in range(0, BM, 16):  # few at a time, as of registers
+            o_q = (m + first + tl.arange(0, 16))[:, None]
+            b_seen = in_ranges(ranges, o_q, o_n[None, :], o_n[None, :], query_end, FEATURES)
+            b_keys |= tl.max(b_seen.to(tl.int32), 0) != 0
+        known = tl.min(b_keys.to(tl.int32), 0) != 0
+    return (known == 0) | (tl.min(b_rows.to(tl.int32), 0) == 0)
+
+
+@triton.jit
+def end_of_seen(o_m, o_n, first, end, sight, PHASE: tl.constexpr, FEATURES: tl.constexpr):
+    """The end of streamed rows; of a tile with rows that nobody sees, for each row, 0 if no resident row sees it: it is loaded as
+    zeros then, since 0 · NaN is NaN."""
+    if has_unseen(PHASE, FEATURES):
+        b_seen = visible(o_m, o_n, first, sight, FEATURES)
+        return tl.where(tl.max(b_seen.to(tl.int32), 0) != 0, end, 0)
+    else:
+        return end
+
+
+@triton.jit
+def where_seen(b_x, o_m, o_n, first, sight, PHASE: tl.constexpr, FEATURES: tl.constexpr):
+    """What P is multiplied with; of a tile with rows that nobody sees, zeros where P is zero."""
+    if has_unseen(PHASE, FEATURES):
+        return tl.where(visible(o_m, o_n, first, sight, FEATURES), b_x, 0.0)
+    else:
+        return b_x
 
 
 @triton.jit
@@ -435,16 +496,18 @@ def pack(MASK, LQ, LK, BITS, BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.cons
 
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
-def list_tiles(SEEN, n_tiles, TILES, CHUNK: tl.constexpr):
-    """For each block, how many tiles are seen whole, how many at all, and their indices, the former first."""
+def list_tiles(SEEN, n_tiles, TILES, CHUNK: tl.constexpr, CLASSES: tl.constexpr):
+    """For each block, how many tiles are seen whole, how many with those that are seen in part, and with those that also have
+    rows that nobody sees, if there are CLASSES for them; then their indices, in this order."""
     i_block = tl.program_id(0).to(tl.int64)
-    p_tiles = TILES + i_block * (n_tiles + 2)
+    p_tiles = TILES + i_block * (n_tiles + CLASSES)
     count = tl.full([], 0, tl.int32)
-    for PHASE in tl.static_range(2):
+    for PHASE in tl.static_range(CLASSES):
         for start in range(0, n_tiles, CHUNK):
             o_t = start + tl.arange(0, CHUNK)
-            b_is = tl.load(SEEN + i_block * n_tiles + o_t, mask=o_t < n_tiles, other=0) == 2 - PHASE
-            tl.store(p_tiles + 1 + count + tl.cumsum(b_is.to(tl.int32), 0), o_t, mask=b_is)
+            b_x = tl.load(SEEN + i_block * n_tiles + o_t, mask=o_t < n_tiles, other=0)
+            b_is = b_x == (3 if PHASE == 2 else 2 - PHASE)
+            tl.store(p_tiles + (CLASSES - 1) + count + tl.cumsum(b_is.to(tl.int32), 0), o_t, mask=b_is)
             count += tl.sum(b_is.to(tl.int32), 0)
         tl.store(p_tiles + PHASE, count)
 
