@@ -943,7 +943,7 @@ def test_what_has_no_tile_is_left_to_the_reference(monkeypatch):
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(launch, "TorchLauncher", lambda device: types.SimpleNamespace(device=device))
     monkeypatch.setattr(launch, "_on", contextlib.nullcontext)
-    assert launch.computed("backward_dual", [normal(1)], {}, None) is None
+    assert launch.computed("backward_dual", [normal(1)], {}, reference.Case(Problem(0.3))) is None
 
 
 def test_kernels_in_bfloat16():

@@ -254,8 +254,7 @@ def query_side(
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
     LQ, LK = aligned(LQ, LK, FEATURES)
     i_m, i_bh, i_share = own_block(tl.cdiv(LQ, BM), n_shares, True, FEATURES)
-    i_b = i_bh // HQ
-    i_h = i_bh % HQ
+    i_b, i_h = i_bh // HQ, i_bh % HQ
     q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
     k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
     v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
@@ -282,10 +281,8 @@ def query_side(
         mu = tl.load(MU + x, mask=m_x, other=0.0)
     b_dq = sums(BM, D) if WANT_Q else 0.0
     b_tdq = sums(BM, D) if WANT_TQ else 0.0
-    b_r = tl.zeros([BM], tl.float32)  # row sums of dS
-    b_tr = tl.zeros([BM], tl.float32)  # of ḋS
-    b_e = tl.zeros([BM], tl.float32)  # of what rounding adds to dS under a cap
-    b_te = tl.zeros([BM], tl.float32)  # to ḋS
+    b_r, b_tr = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)  # row sums of dS and of ḋS
+    b_e, b_te = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)  # of what rounding adds to them under a cap
     b_c = tl.zeros([BM], tl.float32)  # of P under the cap
     mean = i_b * (HQ // GROUP) + i_h // GROUP
     common = tl.load(COMMON + mean) if CORRECTED else 0
@@ -367,11 +364,10 @@ def query_side(
     q_offset, s_dq = results(i_b, i_h, HQ, LQ, D, FEATURES)
     q_offset += before * D
     tl.store(DELTA_OUT + x, delta, mask=m_x)
-    if WANT_TQ:
-        tl.store(T_DELTA_OUT + x, t_delta, mask=m_x)
     if WANT_Q:
         store_rows(D_Q + q_offset, i_m * BM, s_dq, o_r, LQ, D, scaled(b_dq, scale))
     if WANT_TQ:
+        tl.store(T_DELTA_OUT + x, t_delta, mask=m_x)
         store_rows(TD_Q + q_offset, i_m * BM, s_dq, o_r, LQ, D, scaled(b_tdq, scale))
 
 
