@@ -21,10 +21,10 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
         return portable
     if launcher.target != 90 and problem.implementation != "hopper":
         gpu = f"sm_{launcher.target}" if isinstance(launcher.target, int) else "interpreted"
-        logger.debug("the portable kernels run: those for Hopper need sm_90, and this is %s", gpu)
+        logger.debug("the portable kernels run: the Hopper kernels need sm_90, and this is %s", gpu)
         return portable
     if not launcher.descriptors and problem.implementation != "hopper":
-        logger.debug("the portable kernels run: those for Hopper need TMA descriptors, which this launcher has not")
+        logger.debug("the portable kernels run: the Hopper kernels need TMA descriptors, which this launcher lacks")
         return portable
     from jax_flash_jvp.kernels.hopper import config  # needs Gluon, which others do without
     from jax_flash_jvp.kernels.hopper import jobs as hopper
@@ -38,7 +38,7 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
             f"`implementation`='hopper' does not serve {reason}; ask for 'triton', which takes the portable kernels"
         )
     if reason is not None:
-        logger.debug("the portable kernels run: those for Hopper do not serve %s", reason)
+        logger.debug("the portable kernels run: the Hopper kernels do not serve %s", reason)
         return portable
     chosen, queries, keys = config.choice(job, launcher, problem, x), x.query.shape[1], x.key.shape[1]
     family, name = (hopper, "Hopper") if chosen.hopper else (portable, "portable")

@@ -300,7 +300,7 @@ def test_launches_of_jax_with_a_tiny_scale(scale):
 @pytest.mark.parametrize(
     ("capability", "order", "said"),
     [
-        (80, 0, r"run: those for Hopper need sm_90, and this is sm_80\n.*kernel forward in 2 programs of \d warps\n"),
+        (80, 0, r"run: the Hopper kernels need sm_90, and this is sm_80\n.*kernel forward in 2 programs of \d warps\n"),
         (75, 0, "no tile of forward .* fits sm_75"),
         (80, 2, "the tiled reference alone computes this derivative"),
     ],

@@ -265,7 +265,7 @@ def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
     if x.value.shape[-1] != x.query.shape[-1]:
         return "a `value` whose head dimension differs from that of `query`"
     if problem.scale < 1e-30:  # its reciprocal is to be a float32 too
-        return "a `scale` that is not positive, or next to nothing"
+        return "a `scale` below 1e-30"
     rows = max(x.query.shape[1] * x.query.shape[2], x.key.shape[1] * x.key.shape[2]) * x.query.shape[0]
     if rows // GROUP + x.query.shape[0] * x.query.shape[2] >= DIVISIBLE:
         return "so many rows"
@@ -284,11 +284,11 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = width_of(head_dim)
     if job == "forward" and x.query_segments is not None and width <= 64:
-        return Choice(False, "with segments and such a head dimension")
+        return Choice(False, "with segment ids and a head dimension up to 64")
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
     length, what = min(queries, keys), "the smaller number"
     sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
     if sees_all and not many and GROUP <= queries < keys:  # programs share blocks, and what idle ones do costs nothing
         length, what = math.isqrt(queries * keys), "√(queries × keys)"
     shortest = (FROM_IF_MANY if many else FROM)[width][job]
-    return Choice(length >= shortest, f"those for Hopper are taken if {what} is at least {shortest}")
+    return Choice(length >= shortest, f"the Hopper kernels run if {what} is at least {shortest}")
