@@ -43,17 +43,19 @@ AXES = Operands(
 OUTPUT, STATISTIC = "batch query heads value", "batch heads query"
 CUT = ("batch", "heads", "query", "key")  # and what vmap adds
 SEQUENCE = ("query", "key")
-OTHERWISE = "it is cut along the batch, what vmap adds, the heads of keys and the sequence, as far as their numbers go"
+OTHERWISE = (
+    "shard along the batch, axes of vmap, heads of keys or the sequence, over as many devices as divide its length"
+)
 REMEDIES = {
-    "heads": "heads are cut as far as the number of those of keys goes; beyond, cut the sequence or the batch",
-    "key": "keys are cut along the sequence if the queries are, over as many devices as divide both lengths; pad them",
-    "column": "a bias or a mask is cut along queries, not along keys",
-    "channel": "the head dimension is not cut; cut heads",
-    "value": "the head dimension is not cut; cut heads",
+    "heads": "heads can be sharded over as many devices as divide the number of key heads; shard also the sequence or the batch",
+    "key": "keys can be sharded along the sequence if queries are too, over as many devices as divide both lengths; pad them",
+    "column": "a bias or a mask can be sharded along queries, not along keys",
+    "channel": "the head dimension cannot be sharded; shard heads",
+    "value": "the head dimension cannot be sharded; shard heads",
 }
 WHOLE = (
-    "a mask with a `mask_block_size` speaks of the whole sequence, which is not cut beside it: say it by `key_ranges`, a mask "
-    "without blocks, segments or a window"
+    "a sequence cannot be sharded if the call has a `mask_block_size`; pass `key_ranges`, a mask without blocks, segments or a "
+    "window instead"
 )
 Axes = list[tuple[str, int]]  # of an array: name and length
 Spread = dict[str, tuple[str, ...]]  # over which axes of a mesh each axis is spread

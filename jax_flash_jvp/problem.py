@@ -291,8 +291,8 @@ def of_padding(name: str, shape: Sequence[int], scores: Sequence[int], lengths: 
     """What an error adds about a mask of that shape if it is one for each batch entry and key."""
     if tuple(shape) != (scores[0], scores[-1]):
         return ""
-    remedy = f"; of padding, [batch, key length], pass `{name}[:, None, None]`"
-    return f"{remedy}, or its lengths as `key_value_seq_lengths`" if lengths else remedy
+    remedy = f"; if this is padding [batch, key length], pass `{name}[:, None, None]`"
+    return f"{remedy}, or lengths as `key_value_seq_lengths`" if lengths else remedy
 
 
 def check_cu_seqlens(name: str, a: Any, of_queries: Any, tokens: int, numbers: Sequence[int] | None) -> None:

@@ -101,7 +101,7 @@ def varlen_attention(
     context = context_of(*how, query=q.shape[0], key=k.shape[0])
     devices = 1 if context is None else context.devices
     totals = devices * q.shape[0], devices * k.shape[0]
-    for name, total in zip(names, totals, strict=True):
+    for name, total in dict.fromkeys(zip(names, totals, strict=True)):  # one warning of what queries and keys share
         check_cu_seqlens(name, arrays[name], arrays["cu_seqlens_q"], total, numbers[name])
     window = window_of(local_window_size) or (None, None)
     warn_of_window(window, is_causal)

@@ -112,7 +112,8 @@ def flash_attn_func(
         check_number("softmax_scale", softmax_scale)
     if alibi_slopes is not None:
         raise ValueError(
-            "`alibi_slopes` are not served: add slope * (position of the key - that of the query) as a `bias` [1, heads, L, S]"
+            "`alibi_slopes` are not served: pass -slope * distance of query and key as a `bias` [1, heads, L, S], or, if "
+            "`causal`, slope * position of the key [1, heads, 1, S], which takes less memory"
         )
     if bias is not None:
         check_tensor("bias", bias)

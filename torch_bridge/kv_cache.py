@@ -14,7 +14,7 @@ UNSERVED = {
     "rotary_sin": "rotate `q` and `k` before the call",
     "cache_leftpad": "pass the cache without the padding, or `key_ranges` to scaled_dot_product_attention",
     "block_table": "gather the pages of each sequence, as in k_cache[block_table].flatten(1, 2)",
-    "alibi_slopes": "pass slope * (position of the key - that of the query) as the `bias` of flash_attn_func",
+    "alibi_slopes": "pass -slope * distance of query and key as the `bias` of flash_attn_func",
 }
 
 

@@ -399,9 +399,9 @@ ERRORS = {
     "mask-group": (changed(mask=jnp.ones((B, 3, T, S), bool)), ValueError, "`mask` must broadcast to (batch,"),
     "mask-of-padding": (
         changed(mask=jnp.ones((B, S), bool)), ValueError,
-        "got (2, 7); of padding, [batch, key length], pass `mask[:, None, None]`, or its lengths as `key_value_seq_lengths`",
+        "got (2, 7); if this is padding [batch, key length], pass `mask[:, None, None]`, or lengths as `key_value_seq_lengths`",
     ),
-    "bias-of-padding": (changed(bias=(B, S)), ValueError, "got (2, 7); of padding, [batch, key length], pass `bias[:, None"),
+    "bias-of-padding": (changed(bias=(B, S)), ValueError, "got (2, 7); if this is padding [batch, key length], pass `bias["),
     "mask-two-axes": (changed(mask=jnp.ones((3, S), bool)), ValueError, "of `key`: got (3, 7)"),
     "lengths-shape": (
         changed(query_seq_lengths=jnp.ones(3, jnp.int32)), ValueError, "`query_seq_lengths` must have shape (2,), one"

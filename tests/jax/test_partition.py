@@ -277,9 +277,7 @@ def test_what_cannot_be_cut_is_gathered(heads, computed, caplog):
     check(lambda q, k, v: attend(q, k[:B], v[:B]), x, HEADS, gathers=True)
     assert computed == {("forward", q.shape, heads[1])}
     assert "into 2 pieces, but attention is computed in 1" in caplog.text
-    assert (
-        "heads are cut as far as the number of those of keys goes; beyond, cut the sequence or the batch" in caplog.text
-    )
+    assert "heads can be sharded over as many devices as divide the number of key heads" in caplog.text
 
 
 def test_dropout_counts_all_heads(computed):
@@ -382,7 +380,7 @@ def test_what_goes_with_the_sequence(option, strategy, computed, caplog):
 def test_blocks_are_not_cut(computed, caplog):
     mask = jnp.asarray(oracle.normal(0, 1, 1, 4, 5) > 0)
     check(lambda *x: attend(*x, mask=mask, mask_block_size=(5, 4)), operands(), SEQUENCE, gathers=True)
-    assert "a mask with a `mask_block_size` speaks of the whole sequence, which is not cut beside it" in caplog.text
+    assert "a sequence cannot be sharded if the call has a `mask_block_size`" in caplog.text
 
 
 def test_keys_that_alone_are_cut_are_gathered(computed, caplog):
@@ -391,7 +389,7 @@ def test_keys_that_alone_are_cut_are_gathered(computed, caplog):
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     got = jax.jit(attend)(put(q[:, :1], PartitionSpec()), put(k, SEQUENCE), put(v, SEQUENCE))
     np.testing.assert_allclose(got, attend(q[:, :1], k, v), rtol=2e-5, atol=2e-5)
-    assert "keys are cut along the sequence if the queries are" in caplog.text
+    assert "keys can be sharded along the sequence if queries are too" in caplog.text
 
 
 @pytest.mark.thorough

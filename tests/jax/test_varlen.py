@@ -302,3 +302,9 @@ def test_a_window_with_a_limit_of_less_one_is_told_of():
     ) as told:
         varlen_attention(*x, np.array([0, 3, 8]), local_window_size=(3, -1))
     assert told[0].filename == __file__
+
+
+def test_tokens_before_the_first_sequence_are_told_once():
+    with pytest.warns(UserWarning, match="leaves the first 3 tokens in no sequence") as told:
+        varlen_attention(*jnp.ones((3, 8, 2, 4)), np.array([3, 8]))
+    assert [w.filename for w in told] == [__file__]

@@ -333,12 +333,12 @@ ERRORS = {
     "mask-shape": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A, A, A, normal(3, 1, 1, 1))),
     "mask-of-padding": (
         ValueError,
-        r"got shape \(2, 5\); of padding, \[batch, key length\], pass `attn_mask\[:, None, None\]`, or its lengths as",
+        r"got shape \(2, 5\); if this is padding \[batch, key length\], pass `attn_mask\[:, None, None\]`, or lengths as",
         lambda: sdpa(A[:, :, :3], A, A, torch.ones(2, 5, dtype=torch.bool)),
     ),
     "bias-of-padding": (
         ValueError,
-        r"`bias` must .*got shape \(2, 5\); of padding, \[batch, key length\], pass `bias\[:, None, None\]`$",
+        r"`bias` must .*got shape \(2, 5\); if this is padding \[batch, key length\], pass `bias\[:, None, None\]`$",
         lambda: torch_bridge.flash_attn_func(*(A[:, :, :n].transpose(1, 2) for n in (3, 5, 5)), bias=normal(2, 5)),
     ),
     "mask-axes": (ValueError, "`attn_mask` must broadcast", lambda: sdpa(A[0], A[0], A[0], normal(1, 1, 1, 1))),

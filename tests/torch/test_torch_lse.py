@@ -184,7 +184,7 @@ def test_flash_attn_drops():
 
 F = normal(1, 3, 2, 4)
 ERRORS = {
-    "alibi": (ValueError, "`alibi_slopes` are not served: add", dict(alibi_slopes=torch.ones(2))),
+    "alibi": (ValueError, "`alibi_slopes` are not served: pass -slope", dict(alibi_slopes=torch.ones(2))),
     "dropout": (TypeError, "`dropout_p` must be a number: got True; for causality", dict(dropout_p=True)),
     "window": (TypeError, "`window_size` must be a pair of integers", dict(window_size=3)),
     "window-none": (TypeError, "`window_size` must be a pair of integers", dict(window_size=(None, 0))),
