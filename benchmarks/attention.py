@@ -1,4 +1,4 @@
-"""Times attention and its derivatives on the GPU at hand, beside other implementations and the matrix product.
+"""Times attention and its derivatives on the GPU at hand, beside other implementations and a matmul.
 
 Every result is first checked against float64: an implementation that fails is reported and not timed.  Contenders take
 turns, in another order each round, so that neither drift nor a predecessor's heat favours one; figures are medians.
@@ -19,7 +19,7 @@ scaled_dot_product_attention through cuDNN, FlashAttention, FlexAttention and, c
 jvp-flash-attention or its fork with masks of blocks (jefequien/jvp_flash_attention), FlashAttention-3 (flash_attn_interface) and
 4 (flash_attn.cute) where these are installed; with --devices, beside PyTorch's ring and NVlabs/rcm where these can be imported.
 
-TFLOP/s count the matrix products that the job needs: 2 for the forward, 6 for forward + JVP, 5 for the backward, 15 for the
+TFLOP/s count the matmuls that the job needs: 2 for the forward, 6 for forward + JVP, 5 for the backward, 15 for the
 dual backward (the gradient through forward + JVP), each of 2 B H Lq Lk D operations, half of that where causal, three quarters
 where the last quarter of the keys is padding.  A mask hides half of all scores at random, and saves nothing; a bias is one of
 every head.  Teacher forcing is of sixteen blocks, block-sparse attention leaves a tenth of blocks of 128² at random, and varlen
@@ -133,7 +133,7 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(len(dims), len(jobs), figsize=(4 * len(jobs), 3 * len(dims)), squeeze=False)
     for line, head_dim in zip(axes, dims, strict=True):
         for ax, job in zip(line, jobs, strict=True):
-            ax.axhline(matmul, color="gray", linestyle="--", label="matrix product")
+            ax.axhline(matmul, color="gray", linestyle="--", label="matmul")
             for color, who in enumerate(contenders):
                 points = sorted(
                     (r.length, r.tflops) for r in rows if (r.job, r.head_dim, r.who) == (job, head_dim, who)

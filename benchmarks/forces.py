@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Shape":
-        """Of sequences x length x heads x channels, a colon, and features with + between."""
+        """Of sequences x length x heads x head dimension, a colon, and features with + between."""
         sizes, _, features = text.partition(":")
         return cls(*map(int, sizes.split("x")), tuple(filter(None, features.split("+"))))
 
@@ -237,7 +237,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> tuple[list[tuple], boo
                 prepared[who] = outcome
             framework.release()
         medians, matmul = in_turns(framework, {who: p.call for who, p in prepared.items()}, options)
-        print(f"{name}, {precision}, {shape}, {job}: the bf16 matrix product {matmul:.0f} TFLOP/s")
+        print(f"{name}, {precision}, {shape}, {job}: the bf16 matmul {matmul:.0f} TFLOP/s")
         for who, ms in medians.items():
             mib = prepared[who].temporary_mib
             print(f"  {who:24} {ms:9.3f} ms {mib:10.1f} MiB of temporary memory", flush=True)
@@ -248,7 +248,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> tuple[list[tuple], boo
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", choices=("jax", "torch"), default="jax")
-    parser.add_argument("--precision", choices=tuple(PRECISIONS), default="ieee", help="of float32 matrix products")
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), default="ieee", help="of float32 matmuls")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help=Shape.read.__doc__)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     parser.add_argument("--contenders", nargs="+", help="by the names that the table has")

@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     head_dim: int
 
     def draw(self) -> list[np.ndarray]:
-        """q, k, v, then what their gradients are multiplied by: [length, heads, channels]."""
+        """q, k, v, then what their gradients are multiplied by: [length, heads, head dimension]."""
         random = np.random.default_rng(0)
         lengths = (self.chunk, *[self.chunk + self.window] * 2) * 2
         return [random.standard_normal((n, self.heads, self.head_dim), np.float32) for n in lengths]
@@ -173,7 +173,7 @@ def measure(name: str, shape: Shape, options: argparse.Namespace) -> tuple[list[
             prepared[who] = outcome
         framework.release()
     medians, matmul = in_turns(framework, {who: p.call for who, p in prepared.items()}, options)
-    print(f"{name}, {shape}: the bf16 matrix product {matmul:.0f} TFLOP/s")
+    print(f"{name}, {shape}: the bf16 matmul {matmul:.0f} TFLOP/s")
     for who, ms in medians.items():
         print(f"  {who:24} {ms:9.3f} ms {prepared[who].temporary_mib:10.1f} MiB of temporary memory", flush=True)
     sizes = shape.chunk, shape.chunk + shape.window, shape.heads, shape.head_dim

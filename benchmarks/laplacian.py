@@ -132,7 +132,7 @@ def measure(electrons: int, options: argparse.Namespace) -> tuple[list[tuple], b
             else:
                 prepared[who] = outcome
     medians, matmul = in_turns(jax_calls, {who: p.call for who, p in prepared.items()}, options)
-    print(f"{options.walkers} walkers of {electrons} electrons: the bf16 matrix product {matmul:.0f} TFLOP/s")
+    print(f"{options.walkers} walkers of {electrons} electrons: the bf16 matmul {matmul:.0f} TFLOP/s")
     for who, ms in medians.items():
         print(f"  {who:28} {ms:9.3f} ms {prepared[who].temporary_mib:10.1f} MiB of temporary memory", flush=True)
     sizes = options.precision, options.walkers, electrons, options.heads, options.head_dim, options.depth
@@ -141,7 +141,7 @@ def measure(electrons: int, options: argparse.Namespace) -> tuple[list[tuple], b
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", choices=tuple(PRECISIONS), default="ieee", help="of float32 matrix products")
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), default="ieee", help="of float32 matmuls")
     parser.add_argument("--walkers", type=int, default=2048)
     parser.add_argument("--electrons", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--heads", type=int, default=4)

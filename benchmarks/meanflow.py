@@ -85,7 +85,7 @@ def measure(module: ModuleType, name: str, size: Size, options: argparse.Namespa
         {(who, part): getattr(p, part) for who, p in prepared.items() for part in ("call", "attention")},
         options,
     )
-    print(f"{name}, {size}: the bf16 matrix product {matmul:.0f} TFLOP/s")
+    print(f"{name}, {size}: the bf16 matmul {matmul:.0f} TFLOP/s")
     rows = []
     for who in options.contenders:
         if who in prepared:

@@ -203,7 +203,7 @@ def add_timing_options(parser: Any, rounds: int) -> None:
     parser.add_argument(
         "--rest", type=float, default=0.1, help="seconds of rest before each, so that none inherits heat"
     )
-    parser.add_argument("--matmul-size", type=int, default=8192, help="rows and columns of the matrix product")
+    parser.add_argument("--matmul-size", type=int, default=8192, help="rows and columns of the matmul")
     parser.add_argument("--quick", action="store_true", help="three rounds without rest: a first look")
 
 

@@ -98,7 +98,7 @@ class HopperRow:
             self.key, names = self.width, ["FORWARD_DUAL" if tangents else "FORWARD"]
         self.name = next((name for name in names if self.key in getattr(config, name)), "")
         if not self.name or target != 90:
-            raise KeyError(f"{job} of {head_dim} channels on sm_{target} is no row of the Hopper kernels")
+            raise KeyError(f"{job} with head dimension {head_dim} on sm_{target} is no row of the Hopper kernels")
         if self.name == "KEYS":
             self.kernel = self.kernel._replace(wanted="k")
         self.place = f"{self.name} in jax_flash_jvp/kernels/hopper/config.py"

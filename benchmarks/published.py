@@ -69,7 +69,7 @@ class Table:
             results[who] = dict(ms=ms, tflops=rate, of_matmul=rate / matmul, mib=mib)
             self.rows.append((job, who, *case, ms, operations, rate, rate / matmul, mib))
         print(
-            f"{job}, {case}: {operations * 1e-9:.1f} GFLOP; the bf16 matrix product: {matmul:.0f} TFLOP/s", flush=True
+            f"{job}, {case}: {operations * 1e-9:.1f} GFLOP; the bf16 matmul: {matmul:.0f} TFLOP/s", flush=True
         )
         prepared.clear()
         framework.release()

@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         except KeyError as error:
             print(f"{family}: {error.args[0]}")
             continue
-        print(f"{family}, {job}, {head_dim} channels", flush=True)
+        print(f"{family}, {job}, head dimension {head_dim}", flush=True)
         lines += [f"# {place}", tuned(shapes, options)]
         torch_calls.release()
     print("\n".join(["", *lines]))
