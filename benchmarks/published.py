@@ -68,9 +68,7 @@ class Table:
             rate, mib = operations / ms * 1e-9, prepared[who].peak_mib
             results[who] = dict(ms=ms, tflops=rate, of_matmul=rate / matmul, mib=mib)
             self.rows.append((job, who, *case, ms, operations, rate, rate / matmul, mib))
-        print(
-            f"{job}, {case}: {operations * 1e-9:.1f} GFLOP; the bf16 matmul: {matmul:.0f} TFLOP/s", flush=True
-        )
+        print(f"{job}, {case}: {operations * 1e-9:.1f} GFLOP; the bf16 matmul: {matmul:.0f} TFLOP/s", flush=True)
         prepared.clear()
         framework.release()
         return results
