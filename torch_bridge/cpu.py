@@ -1,7 +1,8 @@
 """PyTorch's own flash attention for CPUs: the kernel of that device for a forward and its backward, as far as it goes.
 
 It knows causality, what is added to scores, and heads that share keys.  It says that the log-sum-exp of a row that sees no key
-is zero.  In few keys it makes zeros of a query's NaN and of what is infinite: the reference computes calls where that may be so.
+is zero.  In few keys it makes zeros of a query's NaN and of what is infinite, and elsewhere it spreads NaN to queries that do not
+see them: the reference computes calls where that may be so.
 Under causality it multiplies -∞ by the scale, which must be positive.
 """
 
@@ -73,20 +74,30 @@ def _forward(case: Case, x: Tensors) -> tuple[Tensor, ...] | None:
     if no_query is not None:
         log_sum_exp.masked_fill_(no_query[:, None], -torch.inf)
         o.masked_fill_(no_query[:, None, :, None], 0)
-    if bool(((log_sum_exp == 0) | (log_sum_exp == torch.inf)).any()):  # it may have hidden NaN
+    hidden = bool(((log_sum_exp == 0) | (log_sum_exp == torch.inf)).any())
+    if hidden or _has_nan(o) or _has_nan(log_sum_exp):
         return None
     return _laid_out(o), log_sum_exp
 
 
-def _backward(case: Case, x: Tensors, y: Tensors, d_o: Tensor, want: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def _backward(
+    case: Case, x: Tensors, y: Tensors, d_o: Tensor, want: Sequence[bool]
+) -> tuple[Tensor | None, ...] | None:
     operands, others, no_query = _prepared(case, x)
     o, log_sum_exp = y
     if no_query is not None or others["attn_mask"] is not None:  # exp(-∞ + ∞) would be NaN
         log_sum_exp = log_sum_exp.masked_fill(log_sum_exp == -torch.inf, 0)
     gradients: Sequence[Tensor]
     gradients = flash_on_cpu_backward(cut(d_o, no_query), *operands, o, log_sum_exp, 0.0, **others)
+    if any(map(_has_nan, gradients)):
+        return None
     whole = [F.pad(a, (0, 0, 0, like.shape[2] - a.shape[2])) for a, like in zip(gradients, x, strict=False)]
     return *(_laid_out(a) if w else None for a, w in zip(whole, want, strict=False)), None
+
+
+def _has_nan(a: Tensor) -> bool:
+    """Or infinities of both signs."""
+    return bool(a.sum().isnan())
 
 
 def _laid_out(a: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    if _plain(input, weight, bias) or _constant(input, weight, bias):
+    apart = _plain(input, weight, bias) or _constant(input, weight, bias)
+    if apart or not _fit(normalized_shape, weight, bias):
         return _layer_norm(input, normalized_shape, weight, bias, eps)
     return _normalized(input, tuple(normalized_shape), weight, bias, eps, lambda a: a)
 
@@ -75,7 +76,7 @@ def group_norm(
 ) -> Tensor:
     if _plain(input, weight, bias) or _constant(input, weight, bias):
         return _group_norm(input, num_groups, weight, bias, eps)
-    if input.dim() < 2 or not input.numel() or input.shape[1] % num_groups:
+    if input.dim() < 2 or not input.numel() or input.shape[1] % num_groups or not _fit(input.shape[1:2], weight, bias):
         return _group_norm(input, num_groups, weight, bias, eps)  # which may raise
     groups = input.reshape(input.shape[0], num_groups, -1)
     weight, bias = (_along_channels(a, input) for a in (weight, bias))
@@ -110,7 +111,8 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     apart = _plain(input, weight, bias) or _constant(input, weight, bias, running_mean, running_var)
-    if apart or training or running_mean is None or running_var is None or eps < 0:
+    left = training or running_mean is None or running_var is None or eps < 0
+    if apart or left or not _fit(input.shape[1:2], running_mean, running_var, weight, bias):
         return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     mean, var, weight, bias = (_along_channels(a, input) for a in (running_mean, running_var, weight, bias))
     rstd = torch.rsqrt(var + eps)
@@ -125,6 +127,8 @@ def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     if _plain(input, weight) or _constant(input, weight):
         return _rms_norm(input, normalized_shape, weight, eps)
     axes = tuple(range(-len(normalized_shape), 0))
+    if not axes or input.shape[axes[0] :] != tuple(normalized_shape) or not _fit(normalized_shape, weight):
+        return _rms_norm(input, normalized_shape, weight, eps)  # which raises
     x, t_x = _unpack_dual(_wide(input))
     rstd = torch.rsqrt((x * x).mean(axes, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
     y = x * rstd
@@ -152,6 +156,11 @@ def _normalized(input, shape, weight, bias, eps, restore):
     rstd = torch.rsqrt(x.var(axes, correction=0, keepdim=True) + eps)
     t_y = (t_x - y * (y * t_x).mean(axes, keepdim=True)) * rstd
     return _affine(restore(y), restore(t_y), weight, bias, dtype)
+
+
+def _fit(shape: Any, *tensors: Tensor | None) -> bool:
+    """Have all of them this shape?  PyTorch raises where one has not: it must not be broadcast."""
+    return all(a is None or a.shape == tuple(shape) for a in tensors)
 
 
 def _dtype_of_norms(input):

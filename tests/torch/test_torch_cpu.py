@@ -99,6 +99,24 @@ def test_nan_is_not_hidden(operand, keys):
     assert q.grad[0, 0, 0].isnan().all()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("operand", [0, 1, 2])
+@pytest.mark.parametrize(("case", "where"), [("causal", 0), ("causal", -1), ("mask", -1), ("bias", -1), ("plain", 3)])
+def test_nan_reaches_what_it_reaches_in_the_reference(case, where, operand, value):
+    x = [normal(*shape, seed=i) for i, shape in enumerate(SHAPES)]
+    x[operand][:, :, where, 0] = value
+    mask = MASK & (torch.arange(23) < 22)
+    bias = torch.zeros(19, 23).masked_fill(~mask[0, 0], -torch.inf)
+    arguments = dict(plain={}, causal=dict(is_causal=True), mask=dict(attn_mask=mask), bias=dict(attn_mask=bias))[case]
+
+    def first(**more):
+        attend = lambda *x, **given: sdpa(*x, **arguments, **more, **given, enable_gqa=True)
+        return *attend(*x, return_lse=True), *grad(lambda *x: attend(*x).sin().sum(), (0, 1, 2))(*x)
+
+    for a, b in zip(first(), first(implementation="reference"), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
 def test_padding_may_be_nan():
     x = [normal(*shape, seed=i) for i, shape in enumerate(SHAPES)]
     arguments = dict(SERVED["lengths"], enable_gqa=True)

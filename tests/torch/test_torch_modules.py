@@ -72,6 +72,7 @@ OF_WEIGHTS = {  # functions of x and of weights, these, their tangents
     "linear": (lambda x, m, b: F.linear(x, m, b), (m, b[:8]), (t_m, t_b[:8])),
     "conv1d": (lambda x, k, b: F.conv1d(x, k, b, padding=1), (k, b[:3]), (t_k, t_b[:3])),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (16,), w, b), (w, b), (t_w, t_b)),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (16,), w), (w,), (t_w,)),
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (w[:4], b[:4]), (t_w[:4], t_b[:4])),
     "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), (w[:4], b[:4]), (t_w[:4], t_b[:4])),
     "batch_norm": (
@@ -225,6 +226,14 @@ def test_errors_are_those_of_pytorch():
             lambda x: F.group_norm(x, 3),
             lambda x: F.linear(x, m[:, :4]),
             lambda x: F.glu(x[..., :3]),
+            lambda x: F.layer_norm(x, (16,), w[:1]),
+            lambda x: F.layer_norm(x, (16,), w, w[:1]),
+            lambda x: F.group_norm(x, 2, w[:1]),
+            lambda x: F.instance_norm(x, weight=w[:1]),
+            lambda x: F.batch_norm(x, w[:1], w[:1]),
+            lambda x: F.rms_norm(x, (16,), w[:1]),
+            lambda x: F.rms_norm(x, (4,)),
+            lambda x: F.rms_norm(x, ()),
         ):
             with pytest.raises(RuntimeError):
                 jvp(f, (x,), (t_x,))
