@@ -142,7 +142,7 @@ def _rule(described: Described, group: int) -> dict[str, Any]:
 def _partition(
     on_one: Callable, problem: Problem, args: Any, described: Described, mesh: Any, given: Any, results: Any
 ):
-    """As `custom_partitioning` asks for it: the mesh, the job of a device, and how results and arguments are spread."""
+    """What `custom_partitioning` asks for: the mesh, the job of a device, and how results and arguments are spread."""
     devices, tree = mesh.devices.ravel(), jax.tree.structure(args)
     held = [_pieces(a, devices) for a in (*given, *results)]
     found = [(sizes, _cut(described, sizes, held)) for sizes in _orders(_primes(len(devices)))]
@@ -251,7 +251,7 @@ def _warn_of_gathering(
 
 
 def _summed_over(axes: Axes, spread: Spread) -> tuple[str, ...]:
-    """Of a gradient that has not got all axes: of a bias, or of keys that all devices have."""
+    """The mesh axes over which a gradient is summed: that of a bias without all axes, or of keys that all devices have."""
     absent = [name for name, n in axes if n == 1]
     if "key" not in spread and dict(axes).get("key", 0) > 1:
         absent.append("query")
@@ -275,7 +275,7 @@ def _pieces(a: Any, devices: np.ndarray) -> list[Pieces]:
 
 
 def _mesh_axes(pieces: Pieces, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of a mesh that spread an axis so, major first; () where there are none."""
+    """The axes of a mesh that spread an array's axis so, major first; () where there are none."""
     numbers = np.array(pieces).reshape(sizes)
     steps = [numbers.take(1, i).flat[0] for i in range(len(sizes))]  # from the first device along each
     axes = sorted((i for i, step in enumerate(steps) if step), key=lambda i: -steps[i])

@@ -65,7 +65,7 @@ class Axis(NamedTuple):
 
 @jax.custom_batching.custom_vmap
 def by_some(seen: Array) -> Array:
-    """As it is; under vmap by some entry, and so the same for all: a condition that is mapped skips nothing."""
+    """`seen`.  Under vmap, whether any entry sees it: a condition that differs between entries would skip nothing."""
     return seen
 
 

@@ -32,7 +32,7 @@ from torch_bridge.scopes import Scopes, innermost, opened
 
 
 class Context(NamedTuple):
-    """Of plain tensors, each a part of a sequence."""
+    """A context of plain tensors, each a part of a sequence."""
 
     group: Group
     strategy: Strategy | None
@@ -58,7 +58,7 @@ class Context(NamedTuple):
                 )
 
     def part_of(self, ranges: Tensor) -> Tensor:
-        """Those of this process, of ranges [B, H, T, R, 2] of all queries."""
+        """This process's part of the ranges [B, H, T, R, 2] of all queries."""
         self.check_chunks(query=ranges.shape[2] // self.parts)
         return self.group.cut(ranges, 2).select(2, self.group.rank)
 

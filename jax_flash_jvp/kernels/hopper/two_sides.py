@@ -164,7 +164,7 @@ def store_statistic(X, x, b_x, m_x):
 
 @gluon.jit
 def summed_rows(b_r, b_tr, options):
-    """Of the row sums of dS and of ḋS those that there are."""
+    """The row sums of dS and of ḋS, as far as they are summed."""
     layout: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
     rows = ()
     if options.SUM_DS:
@@ -176,7 +176,7 @@ def summed_rows(b_r, b_tr, options):
 
 @gluon.jit
 def wanted(a, c, ta, tc, options):
-    """Those of the four that are."""
+    """The wanted ones of four."""
     some = ()
     if options.WANT_A:
         some = some + (a,)
@@ -191,7 +191,7 @@ def wanted(a, c, ta, tc, options):
 
 @gluon.jit
 def all_four(some, zero, options):
-    """Of those, with zeros for the others."""
+    """All four, of the wanted ones: zeros for the others."""
     I_C: gl.constexpr = 1 if options.WANT_A else 0
     I_TA: gl.constexpr = I_C + (1 if options.WANT_C else 0)
     I_TC: gl.constexpr = I_TA + (1 if options.WANT_TA else 0)
@@ -248,7 +248,7 @@ def first_sums(block, w: gl.constexpr, results, options):
 
 @gluon.jit
 def statistics_of_rows(block, a_row, w: gl.constexpr, b_at, resident, common, memory, call, options):
-    """Of the queries of a warpgroup, if ROW: loaded, or made of o and ȯ; and the next slot of the ring."""
+    """(the statistics of a warpgroup's rows, the next slot of the ring).  If ROW they are loaded, or made of o and ȯ."""
     if not options.ROW:
         return steps.Statistics(0.0, 0.0, 0.0, 0.0, common, 1 / call.scale), b_at
     else:

@@ -55,8 +55,8 @@ def rows_before(i_share, n_blocks, n_shares, LQ, FEATURES: tl.constexpr):
 
 @triton.constexpr_function
 def widths(channels):
-    """Of the blocks that hold a row of so many channels, powers of two as products want: one, or two where that is narrower;
-    of wide rows 64 each, for as operands they would crowd the registers."""
+    """The widths of the blocks that hold a row of so many channels: powers of two, as products want.  There is one, or two where
+    these are narrower together.  Wide rows have blocks of 64: wider operands would crowd the registers."""
     if channels > 128:
         blocks, rest = [64] * (channels // 64), channels % 64
     else:
@@ -123,7 +123,7 @@ def load_rows(X, row, stride, o_r, L, D: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_if(PRESENT: tl.constexpr, b_x, X, row, stride, o_r, end, D: tl.constexpr, MASKED: tl.constexpr):
-    """As `load_rows`, or b_x, which nobody reads, where there is no such array."""
+    """What `load_rows` loads, or b_x, which nobody reads, where there is no such array."""
     if PRESENT:
         return load_rows(X, row, stride, o_r, end, D, MASKED)
     else:

@@ -26,8 +26,8 @@ ROWS, FEW = 1, 32  # rows that are merged by a program, and shares that it reads
 
 
 def number(launcher: Launcher, programs: int, each: int, steps: int, least: int, floats: int, most_bytes: float) -> int:
-    """Of shares, so that `each` multiprocessor has so many programs: of `programs` without shares, of which each takes `steps`,
-    `least` in a share, and so many `floats` in the results of one share; these have `most_bytes` together."""
+    """How many shares give a multiprocessor `each` programs.  Without shares there are `programs`, each with `steps`.  A share
+    has `least` steps or more.  The results of one are `floats` numbers, those of all at most `most_bytes`."""
     wanted = each * (launcher.multiprocessors or MULTIPROCESSORS) // programs
     return max(1, min(wanted, steps // least, int(most_bytes / (4 * floats))))
 

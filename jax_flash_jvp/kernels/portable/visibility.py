@@ -14,13 +14,13 @@ from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, head_slice,
 
 @triton.jit
 def words(L, WORD: tl.constexpr):
-    """Those of a row of L bits, see `pack`."""
+    """The number of words in a row of L bits, see `pack`."""
     return (L + 4 * WORD - 1) // (4 * WORD) * 4
 
 
 @triton.constexpr_function
 def bits_of(pointers):
-    """Those of the integers that they point to."""
+    """The number of bits in the integers that they point to."""
     return pointers.element_ty.primitive_bitwidth
 
 
@@ -32,7 +32,7 @@ def block_size(features, of_keys):
 
 @triton.jit
 def n_blocks(LQ, LK, FEATURES: tl.constexpr):
-    """Of a mask's queries and keys."""
+    """The number of a mask's blocks of queries, and of keys."""
     ROWS: tl.constexpr = FEATURES.mask_rows
     COLUMNS: tl.constexpr = FEATURES.mask_columns
     return tl.cdiv(LQ, ROWS), tl.cdiv(LK, COLUMNS)
@@ -61,7 +61,7 @@ def mask_of(MASK, BLOCKS, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEA
 
 @triton.jit
 def first_word(blocks, o_r, column, LQ, LK, WORD: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
-    """Of the rows o_r of a packed mask, the number of the four words that have the bit of a column."""
+    """The first of the four words that have the bit of a column, for the rows o_r of a packed mask."""
     OWN: tl.constexpr = block_size(FEATURES, BY_KEY)
     OTHER: tl.constexpr = block_size(FEATURES, not BY_KEY)
     if FEATURES.mask_pages:
@@ -296,7 +296,7 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
 
 @triton.jit
 def ranges_of(RANGES, i_b, i_h, HQ, GROUP, LQ, FEATURES: tl.constexpr):
-    """Those of this batch entry and query head."""
+    """The ranges of this batch entry and query head."""
     RANGES_AXES: tl.constexpr = FEATURES.ranges
     size = tl.full([], 1, tl.int64) * LQ * (2 * FEATURES.intervals)
     return head_slice(RANGES, i_b, i_h, HQ, GROUP, size, RANGES_AXES)
@@ -448,7 +448,7 @@ def where_seen(b_x, o_m, o_n, first, sight, PHASE: tl.constexpr, FEATURES: tl.co
 
 @triton.jit
 def in_words(b_x, AXIS: tl.constexpr, WORD: tl.constexpr):
-    """Of 0 and 1 along an axis the bits of words."""
+    """Words whose bits are the 0 and 1 along an axis."""
     M: tl.constexpr = b_x.shape[0]
     N: tl.constexpr = b_x.shape[1]
     o_i = tl.arange(0, WORD // 2) * 2
