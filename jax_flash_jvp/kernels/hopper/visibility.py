@@ -10,12 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout
 from jax_flash_jvp.kernels.hopper.ring import row_layout
 from jax_flash_jvp.kernels.portable import visibility
+from jax_flash_jvp.kernels.portable.visibility import MaskReader
 
 words = gluon.jit(visibility.words.fn)
 # arrays that say what is seen, as far as there are any
 Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS RANGES TILES")
-# of a batch entry and query head: lengths, reach to both sides, the sizes of segments and mask, and these
-MaskReader = namedtuple("MaskReader", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS ranges mask blocks")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
 Bounds = namedtuple("Bounds", "start first whole stop")
 # numbers of whole tiles, then of masked ones, and which these are: a list, or the tiles from `list_at` on (`span`); of a list of
