@@ -133,7 +133,7 @@ def add(arrays, memory, call, options):
     n_tiles = tiles_of_queries(ints.LQ, options)
     common = 0
     if options.CORRECTED:
-        common = gl.load(call.COMMON + i_b * (ints.HQ // ints.GROUP) + block.i_a)
+        common = gl.load(call.COMMON + i_b * (ints.HQ // ints.GROUP) + block.i_resident)
     i = 0
     for i_g in range(block.group):
         i_h = block.i_stream + i_g

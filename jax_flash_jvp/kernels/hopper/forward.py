@@ -51,7 +51,7 @@ def load_queries(arrays, i_b, i_h, row, memory, q_at, options):
 def load_block(i, at, q_at, arrays, memory, call, options):
     SLOTS: gl.constexpr = options.SLOTS
     block = block_of(i, call.ints, call.selection, options)
-    i_b, i_h, q_row = block.i_b, block.i_a, block.i_block * (options.HEIGHT * GROUP_ROWS)
+    i_b, i_h, q_row = block.i_b, block.i_resident, block.i_block * (options.HEIGHT * GROUP_ROWS)
     visits = visits_of_head(0, block, call.ints, call.selection, options)
     i_k = i_h // call.ints.GROUP
     # one block after the other: behind the first tiles, where there is room for these alone while queries are still needed
@@ -139,7 +139,7 @@ def softmax(b_s, b_sm, b_m, b_l, scale, SLACK: gl.constexpr):
 def saved_maxima(row, block, call, LAYOUT: gl.constexpr):
     """In the place of the maxima of rows, and of the logarithms of their sums, ℓ in base 2."""
     o_m = row + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
-    LQ, i_bh = call.ints.LQ, block.i_b * call.ints.HQ + block.i_a
+    LQ, i_bh = call.ints.LQ, block.i_b * call.ints.HQ + block.i_resident
     b_lse = gl.load(call.SAVED + i_bh.to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
     return products.log2_sum_exp(b_lse)
 
@@ -168,7 +168,7 @@ def end_block(i, w: gl.constexpr, tick, sums, rows, query_end, call, options):
 def write_dual(block, row, w: gl.constexpr, both, rows, query_end, call, options):
     FIRST: gl.constexpr = w if options.SPLIT else 0  # part of the columns
     r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
-    i_b, i_h, HQ, LQ = block.i_b, block.i_a, call.ints.HQ, call.ints.LQ
+    i_b, i_h, HQ, LQ = block.i_b, block.i_resident, call.ints.HQ, call.ints.LQ
     b_o, b_to = both
     b_l, b_m, b_c = rows
     if options.LINEAR:
@@ -197,7 +197,7 @@ def write_dual(block, row, w: gl.constexpr, both, rows, query_end, call, options
 @gluon.jit
 def write_plain(block, row, b_o, rows, query_end, call, options):
     r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
-    i_b, i_h, HQ, LQ = block.i_b, block.i_a, call.ints.HQ, call.ints.LQ
+    i_b, i_h, HQ, LQ = block.i_b, block.i_resident, call.ints.HQ, call.ints.LQ
     b_l, b_m = rows
     b_lse = (b_m + gl.log2(b_l)) * products.LN2
     if options.FEATURES.empty_rows:
@@ -416,7 +416,7 @@ def compute_block(i, w: gl.constexpr, state, q_at, memory, call, options):
     block = block_of(i, call.ints, call.selection, options)
     q_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
     visits = visits_of_head(0, block, call.ints, call.selection, options)
-    sight = visibility.selected(block, block.i_a, call, options)
+    sight = visibility.selected(block, block.i_resident, call, options)
     row = q_row + GROUP_ROWS * (w % options.HEIGHT)
     own_queries = q_at.slot * options.HEIGHT + w % options.HEIGHT
     mbarrier.wait(memory.q_full.index(own_queries), q_at.phase)
