@@ -210,13 +210,13 @@ def _in_context(on_one: Callable, problem: Problem, args: Any, spread: Spread, d
         return lambda *args: on_one(problem, *places(args))
     warn_of_drift()
     context = Context(sequence, devices["query"], "ring" if "key" in spread else "rows")
-    of_rows = [
+    with_rows = [
         name
         for name, a in (("bias", x.bias), ("mask", x.mask))
         if a is not None and (name == "bias" or a.shape[-2] > 1)
     ]
     key_heads = x.key.shape[-2] // devices.get("heads", 1)
-    if context.strategy == "ring" and strategy_of(None, context.devices, key_heads, of_rows) == "ulysses":
+    if context.strategy == "ring" and strategy_of(None, context.devices, key_heads, with_rows) == "ulysses":
         return lambda *args: by_sequence(on_one(problem, *by_heads(places(args), context)), context)
     problem = dataclasses.replace(problem, context=context)
     return lambda *args: on_one(problem, *places(args))

@@ -193,8 +193,8 @@ def _scores(case, at, q, k, mask):
     for position, lengths in ((i, x.query_lengths), (j, x.key_lengths)):
         hidden += [position >= lengths[:, None, None, None]] if lengths is not None else []
     if x.query_segments is not None:
-        of_rows = x.query_segments[:, None, first : first + s.shape[2], None]
-        hidden += [of_rows != x.key_segments[:, None, None, j]]
+        query_segments = x.query_segments[:, None, first : first + s.shape[2], None]
+        hidden += [query_segments != x.key_segments[:, None, None, j]]
     if x.key_ranges is not None:
         hidden += [~_in_ranges(x.key_ranges[:, :, first : first + s.shape[2]], j, s)]
     for h in hidden:

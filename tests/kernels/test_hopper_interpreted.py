@@ -393,7 +393,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
     [
         ("with_counter(COUNTER, ints.concurrent, BEGIN)", "with_counter(COUNTER, ints.concurrent + 1, BEGIN)"),
         ("ints.n + ints.concurrent - 1", "ints.n + ints.concurrent"),
-        ("index(at.slot).store(number)", "index(at.slot).store(number - 1)"),
+        ("index(cursor.slot).store(number)", "index(cursor.slot).store(number - 1)"),
         ("return block, first + i_head", "return block, i_head"),
         ("if AFTER and options.FEATURES.dynamic:", "if False:"),
     ],

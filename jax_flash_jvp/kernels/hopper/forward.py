@@ -48,7 +48,7 @@ def load_queries(arrays, i_b, i_h, row, memory, q_at, options):
 
 
 @gluon.jit
-def load_block(i, at, q_at, arrays, memory, call, options):
+def load_block(i, ring_at, q_at, arrays, memory, call, options):
     SLOTS: gl.constexpr = options.SLOTS
     block = block_of(i, call.ints, call.selection, options)
     i_b, i_h, q_row = block.i_b, block.i_resident, block.i_block * (options.HEIGHT * GROUP_ROWS)
@@ -64,8 +64,12 @@ def load_block(i, at, q_at, arrays, memory, call, options):
             t_first, t_end = visibility.range_of(visits, MASKED)
             for t in range(t_first, t_end):
                 row = visibility.tile_at(t, visits, MASKED, options.FEATURES) * options.T
-                at = ring.load_tile(arrays.k, arrays.tk, i_b, i_k, row, memory, at, options.T, SLOTS, options.HAS_TK)
-                at = ring.load_tile(arrays.v, arrays.tv, i_b, i_k, row, memory, at, options.T, SLOTS, options.HAS_TV)
+                ring_at = ring.load_tile(
+                    arrays.k, arrays.tk, i_b, i_k, row, memory, ring_at, options.T, SLOTS, options.HAS_TK
+                )
+                ring_at = ring.load_tile(
+                    arrays.v, arrays.tv, i_b, i_k, row, memory, ring_at, options.T, SLOTS, options.HAS_TV
+                )
                 if AFTER:
                     if first == 1:
                         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
@@ -73,7 +77,7 @@ def load_block(i, at, q_at, arrays, memory, call, options):
     if AFTER and options.FEATURES.dynamic:
         if first == 1:
             load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
-    return at
+    return ring_at
 
 
 @gluon.jit
@@ -412,7 +416,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
 
 @gluon.jit
 def compute_block(i, w: gl.constexpr, state, q_at, memory, call, options):
-    at, tick = state
+    ring_at, tick = state
     block = block_of(i, call.ints, call.selection, options)
     q_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
     visits = visits_of_head(0, block, call.ints, call.selection, options)
@@ -421,7 +425,7 @@ def compute_block(i, w: gl.constexpr, state, q_at, memory, call, options):
     own_queries = q_at.slot * options.HEIGHT + w % options.HEIGHT
     mbarrier.wait(memory.q_full.index(own_queries), q_at.phase)
     consumer: gl.constexpr = consume_dual if options.HAS_TQ or options.HAS_TK or options.HAS_TV else consume_plain
-    return consumer(i, w, at, tick, own_queries, block, row, sight, visits, memory, call, options)
+    return consumer(i, w, ring_at, tick, own_queries, block, row, sight, visits, memory, call, options)
 
 
 @gluon.jit

@@ -135,8 +135,8 @@ class PortableCall:
             scale=float(problem.scale), cap=float(problem.soft_cap or 0), rate=float(problem.dropout_rate), **self.sizes,
             **self.reach,
         )  # fmt: skip
-        of_rows = not self.features.sees_all or self.key_length >= ROW_MEANS_FROM
-        self.row_means = of_rows and self.dtype != "float32" and not problem.partial
+        row_means_pay = not self.features.sees_all or self.key_length >= ROW_MEANS_FROM
+        self.row_means = row_means_pay and self.dtype != "float32" and not problem.partial
         self.of_means = dataclasses.replace(self.features, row_means=self.row_means)  # for kernels that know of them
         self.bias = self.padded(x.bias)
         self.selection = dict(

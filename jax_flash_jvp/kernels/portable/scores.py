@@ -10,7 +10,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-TOGETHER = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
+HEADS_SHARING_L2 = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 # What kernels take by number.  From PyTorch they would be compiled again for each mixture of those that are multiples of 16, from
 # JAX for none; what they make use of is in FEATURES, see `aligned`.
 INTEGERS = (
@@ -33,8 +33,8 @@ def own_block(n_blocks, n_shares, FROM_END: tl.constexpr, FEATURES: tl.constexpr
         i = i // n_shares
         n = n // n_shares
     if FEATURES.later_longer:
-        first = i // (TOGETHER * n_blocks) * TOGETHER
-        heads = tl.minimum(n // n_blocks - first, TOGETHER)
+        first = i // (HEADS_SHARING_L2 * n_blocks) * HEADS_SHARING_L2
+        heads = tl.minimum(n // n_blocks - first, HEADS_SHARING_L2)
         i -= first * n_blocks
         block = i // heads
         if FROM_END:
