@@ -44,7 +44,7 @@ def normalised(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_three_axes(name: str, a: jax.Array, query: jax.Array, key: jax.Array) -> None:
-    """Of a bias or mask, whose first axis is that of the heads, and not of the batch."""
+    """Checks a bias or mask of three axes: the first is that of the heads, not of the batch."""
     if a.shape[0] not in {1, query.shape[-2], key.shape[-2]}:
         raise ValueError(
             f"`{name}` of three axes must be [heads, query length, key length]: got {a.shape}; for one for each batch entry "
@@ -252,7 +252,7 @@ def _warn_of_drift() -> None:
 
 
 def precision() -> Precision:
-    """Of float32 products in the kernels, from the matrix-product precision in force."""
+    """The precision of float32 products in the kernels, from the matrix-product precision in force."""
     exact = ("highest", "float32", "f32_f32_f32")
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return "ieee" if str(asked).lower() in exact else "tf32"

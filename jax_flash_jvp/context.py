@@ -147,7 +147,7 @@ def _window(ahead: int, queries: int, keys: int, left: int | None, right: int | 
 
 def _blocks(grid: list[list[Any]], apart: bool) -> tuple[Block, ...]:
     """The blocks for the windows of chunks of rows and columns.  Chunks that see everything are joined."""
-    of_rows = []
+    by_row = []
     for windows in grid:
         blocks: list[tuple[tuple[int, int], Window]] = []
         for j, window in enumerate(windows):
@@ -155,11 +155,11 @@ def _blocks(grid: list[list[Any]], apart: bool) -> tuple[Block, ...]:
                 blocks[-1] = ((blocks[-1][0][0], j + 1), None)
             elif window != NOTHING:
                 blocks.append(((j, j + 1), window))
-        of_rows.append(blocks)
-    together = not apart and len({tuple(blocks) for blocks in of_rows}) == 1
-    if together and all(window is None for _, window in of_rows[0]):
-        return tuple(Block((0, len(grid)), columns, None) for columns, _ in of_rows[0])
-    return tuple(Block((i, i + 1), columns, window) for i, blocks in enumerate(of_rows) for columns, window in blocks)
+        by_row.append(blocks)
+    together = not apart and len({tuple(blocks) for blocks in by_row}) == 1
+    if together and all(window is None for _, window in by_row[0]):
+        return tuple(Block((0, len(grid)), columns, None) for columns, _ in by_row[0])
+    return tuple(Block((i, i + 1), columns, window) for i, blocks in enumerate(by_row) for columns, window in blocks)
 
 
 # ------------------------------------------------------------------------------------------------ merging

@@ -222,8 +222,10 @@ def _forward(pair: Pair, shards: Shards, x: Operands, *tx: Operands) -> Any:
 def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wants]) -> list[Operands]:
     """The wanted gradients, and if some may be wanted, their tangents."""
     x, (_, lse), cy, *tangents = args
-    of_rows = x.bias is not None and x.bias.shape[3] == 1  # the gradient of such a bias is that of ℓ, whatever the keys
-    asked = [(*w[: DIFFERENTIABLE - 1], w[DIFFERENTIABLE - 1] and not of_rows) for w in wants]
+    bias_by_row = (
+        x.bias is not None and x.bias.shape[3] == 1
+    )  # the gradient of such a bias is that of ℓ, whatever the keys
+    asked = [(*w[: DIFFERENTIABLE - 1], w[DIFFERENTIABLE - 1] and not bias_by_row) for w in wants]
     name, static = "backward", dict(want=asked[0])
     if len(asked) == 2:
         name, static = "backward_dual", dict(want=asked[0], want_tangent=asked[1])
@@ -248,7 +250,7 @@ def _backward(pair: Pair, shards: Shards, args: tuple[Any, ...], wants: list[Wan
     rows, collected = shards.around(compute, columns_of(args), None)
     of_columns = iter(collected)
     gradients = tree_unflatten(tree, [next(of_columns) if a is None else a for a in rows])
-    if of_rows:
+    if bias_by_row:
         cotangents = [d_lse for _, d_lse in (cy, *(tcy for _, _, tcy in tangents))]
         gradients = [
             g._replace(bias=_of_rows(c, lse, x.bias)) if want[DIFFERENTIABLE - 1] else g

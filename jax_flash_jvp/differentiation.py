@@ -54,7 +54,7 @@ def _dual_shapes(*args, **__) -> tuple:
 
 
 def _gradient_shapes(x: Operands, *args, want: Mask, **__) -> Operands:
-    """Of a bias like the bias itself, over whose leading axes of length one it is summed."""
+    """The gradients' shapes.  That of a bias is the bias's own: leading axes of length one are summed over."""
     n = x.query.ndim - 4
     lead, of_lead = lead_of((x, *args), n)
     like: list[Any] = [
@@ -110,7 +110,7 @@ def forward_jvp(args, tangents, *, problem):
 
 @forward.def_transpose
 def forward_transpose(x, *, wanted, cotangent, problem):
-    """Of attention itself, as a linear function of the values: what `jax.linear_transpose` and linear solvers ask for."""
+    """The transpose of attention as a linear function of the values, for `jax.linear_transpose` and linear solvers."""
     if any(wanted[:2]) or any(wanted[3:]):
         raise ValueError("attention is linear in `value` alone: it cannot be transposed in other operands")
     if cotangent[0] is None:
@@ -246,8 +246,8 @@ def attend_jvp(problem, x, tx):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attend_scaled(problem: Problem, scale: Any, *x: Any) -> tuple[Any, Any]:
-    """As `attend`, of queries times a traced scale, which are rounded.  Of the gradient along the scale most terms cancel, and
-    what rounding leaves in dQ would not: so it is the product of the cotangents with the tangent along the scale, q̇ = q."""
+    """`attend` of queries times a traced scale.  The products are rounded.  In the gradient along the scale most terms cancel,
+    but dQ's rounding errors would not.  So it is the product of the cotangents with the tangent along the scale, q̇ = q."""
     return attend(problem, times(x[0], scale), *x[1:])
 
 

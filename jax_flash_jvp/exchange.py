@@ -45,7 +45,7 @@ def restore_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
 
 
 def kinds_of(part: Any) -> Iterator[tuple[str | None, int]]:
-    """Of each leaf of a job's arguments or results, its kind, and which axis the rows or columns are."""
+    """The kind of each leaf of a job's arguments or results, and which axis the rows or columns are."""
     if isinstance(part, Operands):
         yield from (kind or (None, 0) for kind, a in zip(KINDS, part, strict=True) if a is not None)
     elif part is not None and any(isinstance(a, tuple | list) for a in part):

@@ -72,7 +72,7 @@ def _zero(x: Any) -> ad.Zero:
 
 
 def _type(a: Any) -> Any:
-    """Of an array; a type is its own."""
+    """The type of an array; a type itself."""
     return a if isinstance(a, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(a)
 
 

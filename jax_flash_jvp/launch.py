@@ -270,7 +270,7 @@ def _run(
 
 @functools.cache
 def _code() -> str:
-    """Of what makes kernels, all that may change."""
+    """What may change in the code that makes kernels: sources and versions."""
     sources = b"".join(path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")))
     found = [find_spec(package.replace("-", "_")) and package for package in ("triton", "jax-triton")]
     versions = [importlib.metadata.version(package) for package in found if package]

@@ -144,7 +144,7 @@ def _rule(described: Described, group: int) -> dict[str, Any]:
 def _partition(
     on_one: Callable, problem: Problem, args: Any, described: Described, mesh: Any, given: Any, results: Any
 ):
-    """As `custom_partitioning` asks for it: the mesh, the job of a device, and how results and arguments are spread."""
+    """What `custom_partitioning` asks for: the mesh, the job of a device, and how results and arguments are spread."""
     devices, tree = mesh.devices.ravel(), jax.tree.structure(args)
     held = [_pieces(a, devices) for a in (*given, *results)]
     found = [(sizes, _cut(described, sizes, held)) for sizes in _orders(_primes(len(devices)))]
@@ -212,13 +212,13 @@ def _in_context(on_one: Callable, problem: Problem, args: Any, spread: Spread, d
         return lambda *args: on_one(problem, *places(args))
     warn_of_drift()
     context = Context(sequence, devices["query"], "ring" if "key" in spread else "rows")
-    of_rows = [
+    with_rows = [
         name
         for name, a in (("bias", x.bias), ("mask", x.mask))
         if a is not None and (name == "bias" or a.shape[-2] > 1)
     ]
     key_heads = x.key.shape[-2] // devices.get("heads", 1)
-    if context.strategy == "ring" and strategy_of(None, context.devices, key_heads, of_rows) == "ulysses":
+    if context.strategy == "ring" and strategy_of(None, context.devices, key_heads, with_rows) == "ulysses":
         return lambda *args: by_sequence(on_one(problem, *by_heads(places(args), context)), context)
     problem = dataclasses.replace(problem, context=context)
     return lambda *args: on_one(problem, *places(args))
@@ -253,7 +253,7 @@ def _warn_of_gathering(
 
 
 def _summed_over(axes: Axes, spread: Spread) -> tuple[str, ...]:
-    """Of a gradient that has not got all axes: of a bias, or of keys that all devices have."""
+    """The mesh axes over which a gradient is summed: that of a bias without all axes, or of keys that all devices have."""
     absent = [name for name, n in axes if n == 1]
     if "key" not in spread and dict(axes).get("key", 0) > 1:
         absent.append("query")
@@ -277,7 +277,7 @@ def _pieces(a: Any, devices: np.ndarray) -> list[Pieces]:
 
 
 def _mesh_axes(pieces: Pieces, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of a mesh that spread an axis so, major first; () where there are none."""
+    """The axes of a mesh that spread an array's axis so, major first; () where there are none."""
     numbers = np.array(pieces).reshape(sizes)
     steps = [numbers.take(1, i).flat[0] for i in range(len(sizes))]  # from the first device along each
     axes = sorted((i for i, step in enumerate(steps) if step), key=lambda i: -steps[i])

@@ -173,7 +173,7 @@ def warn_of_window(window: tuple[int | None, int | None] | None, is_causal: bool
 
 
 def warn_of_lengths(name: str, numbers: Iterable[int] | None, rows: int) -> None:
-    """Of `numbers` that are known."""
+    """Warns of lengths out of range, where their `numbers` are known."""
     beyond = [n for n in numbers or () if not 0 <= n <= rows]
     if beyond:
         text = f"`{name}` should be between 0 and {rows}, the length of the array: got {_few(beyond)}"
@@ -296,7 +296,7 @@ def of_padding(name: str, shape: Sequence[int], scores: Sequence[int], lengths: 
 
 
 def check_cu_seqlens(name: str, a: Any, of_queries: Any, tokens: int, numbers: Sequence[int] | None) -> None:
-    """Of packed sequences the edges, with their `numbers` where these are known, and those of the queries."""
+    """Checks the edges of packed sequences against those of the queries, and their `numbers` where these are known."""
     shape = shape_of(name, a)
     if len(shape) != 1 or not shape[0] or shape != shape_of(name, of_queries):
         raise ValueError(
@@ -324,7 +324,7 @@ def _few(numbers: Sequence[int]) -> str:
 
 
 def blocks_of(lengths: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
-    """Of queries and of keys."""
+    """The number of blocks of queries, and of keys."""
     return tuple(-(-n // size) for n, size in zip(lengths, block, strict=True))
 
 
@@ -333,7 +333,7 @@ def _either(*sizes: int) -> str:
 
 
 def _check_blocks(shape: Sequence[int], scores: Sequence[int], key_heads: int, block: tuple[int, int]) -> None:
-    """Of a mask, for scores [B, N, T, S]."""
+    """Checks the shape of a mask of blocks, for scores [B, N, T, S]."""
     batch, heads, *lengths = scores
     blocks = blocks_of(lengths, block)
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, key_heads, heads) and shape[2:] == blocks

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax_flash_jvp.problem import Operands, Problem
 
 BAND, GRAIN, WIDTH = 16, 8, 48  # queries; keys, of which the first seen is a multiple; keys
-TOGETHER = 32  # blocks of queries, at most, that are computed at once
+BLOCKS_AT_ONCE = 32  # blocks of queries, at most, that are computed at once
 
 Arrays = dict[str, Any]
 
@@ -65,7 +65,7 @@ class Axis(NamedTuple):
 
 @jax.custom_batching.custom_vmap
 def by_some(seen: Array) -> Array:
-    """As it is; under vmap by some entry, and so the same for all: a condition that is mapped skips nothing."""
+    """`seen`.  Under vmap, whether any entry sees it: a condition that differs between entries would skip nothing."""
     return seen
 
 
@@ -119,7 +119,7 @@ def sweep(
     full = x.bias is not None or (x.mask is not None and problem.mask_block is None)
     if full or x.key.shape[1] < 2 * WIDTH or x.query.shape[1] < BAND:
         return whole()
-    groups = -(-of_queries.blocks // TOGETHER)
+    groups = -(-of_queries.blocks // BLOCKS_AT_ONCE)
     of_queries = of_queries._replace(blocks=groups * -(-of_queries.blocks // groups))
     seen = visible(x, problem, of_queries, of_keys)
     if seen is None:
@@ -174,15 +174,17 @@ class Band:
         def one_group(sums: Arrays, inputs: Any) -> tuple[Arrays, Arrays]:
             first, begin, cut = inputs
             places = begin[:, None] + np.arange(WIDTH, dtype=np.int32)[None]  # [blocks, WIDTH]
-            of_rows = {name: self.entries(a) for name, a in cut.items()}
+            query_entries = {name: self.entries(a) for name, a in cut.items()}
             of_keys = {**keys, "key": x.key, "value": x.value}
             of_keys = {name: self.entries(jnp.moveaxis(a[:, places], 1, 0)) for name, a in of_keys.items()}
             ranges = self.entries(cut["ranges"] - begin[:, None, None, None, None, None])
-            small = Operands(of_rows.pop("query"), of_keys.pop("key"), of_keys.pop("value"), key_ranges=ranges)
-            of_rows.pop("ranges")
+            small = Operands(query_entries.pop("query"), of_keys.pop("key"), of_keys.pop("value"), key_ranges=ranges)
+            query_entries.pop("ranges")
             if x.query_segments is not None:
                 of_blocks = jnp.moveaxis(x.key_segments[:, places], 1, 0)
-                small = small._replace(query_segments=of_rows.pop("segments"), key_segments=self.entries(of_blocks))
+                small = small._replace(
+                    query_segments=query_entries.pop("segments"), key_segments=self.entries(of_blocks)
+                )
             if x.seed is not None:
                 moved = jnp.stack([*[first * 0] * 3, first, begin], -1).astype(x.seed.dtype)
                 small = small._replace(seed=self.entries(x.seed[None] + moved[:, None]))
@@ -193,7 +195,7 @@ class Band:
                 )
                 elements = x.mask[:, :, i[..., None], (places // columns)[:, None]]
                 small = small._replace(mask=self.entries(jnp.moveaxis(elements, 2, 0)))
-            results = f(small, self.small, of_rows, of_keys)
+            results = f(small, self.small, query_entries, of_keys)
             results = {n: jnp.moveaxis(a.reshape(-1, self.batch, *a.shape[1:]), 0, 1) for n, a in results.items()}
             sums = {name: a.at[:, places].add(results.pop(name)) for name, a in sums.items()}
             return sums, {name: jnp.moveaxis(a, 1, 0) for name, a in results.items()}

@@ -15,7 +15,7 @@ from jax_flash_jvp.problem import Implementation, check_cu_seqlens, warn_of_wind
 
 
 class Options(TypedDict, total=False):
-    """Those keywords of `dot_product_attention` that are passed on."""
+    """The keywords of `dot_product_attention` that are passed on."""
 
     scale: float | jax.Array | None
     implementation: Implementation | None

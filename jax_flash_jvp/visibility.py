@@ -40,13 +40,13 @@ class _Arrays:
             self.module = np
 
     def array(self, a: Any) -> Any:
-        """Of int32."""
+        """`a` as an array of int32."""
         if self.is_torch:
             return self.module.as_tensor(a, dtype=self.module.int32, device=self.device)
         return self.module.asarray(a).astype(np.int32)
 
     def places(self, name: str, a: Any) -> Any:
-        """Of int32, what users gave; those that no sequence reaches as the furthest that can be counted with."""
+        """A user's positions as an int32 array.  Those that no sequence reaches become the furthest that int32 can count with."""
         if self.is_torch:
             a = self.module.as_tensor(a, device=self.device)
         else:  # JAX would cut off what int32 does not hold
@@ -66,7 +66,7 @@ class _Arrays:
         return self.module.arange(n, dtype=np.int32)
 
     def ranges(self, *pairs: tuple[Any, Any]) -> Any:
-        """Of starts and ends, each [T], [B, T] or a number."""
+        """Ranges [B, 1, T, R, 2] of pairs of a start and an end, each [T], [B, T] or a number."""
         edges = [self.array(a) for pair in pairs for a in pair]
         edges = self.module.broadcast_tensors(*edges) if self.is_torch else self.module.broadcast_arrays(*edges)
         edges = self.module.stack(list(edges), -1)
@@ -88,7 +88,7 @@ def _rows(name: str, value: Any, arrays: _Arrays) -> Any:
 
 
 def _limit(name: str, size: int | None) -> int | None:
-    """Of a window; None for one that no place reaches, with which int32 could not count."""
+    """A window's limit.  None where it is further than int32 can count."""
     if size is not None and not isinstance(size, int | np.integer):
         raise TypeError(f"`{name}` must be an integer, or None for no limit: got {size!r}")
     return None if size is None or size >= FAR else max(int(size), -FAR)

@@ -98,7 +98,7 @@ def _pooled(a: Tensor, several: tuple[int, int], beyond: bool) -> Tensor:
 
 
 def _positions(i: Tensor, size: int, length: int) -> Tensor:
-    """Of the elements of blocks, the last in the place of those beyond."""
+    """The positions of the elements of blocks.  Those beyond the end become the last."""
     return (i[:, None] * size + torch.arange(size, device=i.device)).clamp(max=length - 1)
 
 

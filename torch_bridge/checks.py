@@ -92,7 +92,7 @@ _checked: set[tuple] = set()  # found good
 
 
 def check_shapes(*described: Any) -> None:
-    """Of the shapes [B, N, T, D] of query, key and value, then their dtypes."""
+    """Checks the shapes [B, N, T, D] of query, key and value, then their dtypes."""
     known = not torch.compiler.is_compiling()
     try:
         if known and described in _checked:

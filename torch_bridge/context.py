@@ -32,7 +32,7 @@ from torch_bridge.scopes import Scopes, innermost, opened
 
 
 class Context(NamedTuple):
-    """Of plain tensors, each a part of a sequence."""
+    """A context of plain tensors, each a part of a sequence."""
 
     group: Group
     strategy: Strategy | None
@@ -58,7 +58,7 @@ class Context(NamedTuple):
                 )
 
     def part_of(self, ranges: Tensor) -> Tensor:
-        """Those of this process, of ranges [B, H, T, R, 2] of all queries."""
+        """This process's part of the ranges [B, H, T, R, 2] of all queries."""
         self.check_chunks(query=ranges.shape[2] // self.parts)
         return self.group.cut(ranges, 2).select(2, self.group.rank)
 
@@ -263,8 +263,8 @@ def _all_gather(attend: Attend, group: Group, call: Call) -> tuple[Tensor, Any]:
         if selection:
             lengths = None if of_queries is None else lengths_in(torch, of_queries.clamp(-1, LARGEST), places, size)
             segments = None if query_segments is None else rows(query_segments, 1)
-            of_rows = None if ranges is None else rows(ranges, 2)
-            some = some._replace(selection=(lengths, of_keys, segments, key_segments, of_rows))
+            own_ranges = None if ranges is None else rows(ranges, 2)
+            some = some._replace(selection=(lengths, of_keys, segments, key_segments, own_ranges))
         results.append(attend(some))
         done = block.rows[1]
     if len(results) == 1:

@@ -71,7 +71,7 @@ def _kinds(q: DTensor, k: DTensor) -> list[str | None]:
 
 
 def _placement(kind: str | None, name: str, shape: Sequence[int]) -> Placement:
-    """Of an argument, or a result that is like one."""
+    """The placement of an argument, or of a result that is like one."""
     if kind is None or (kind == "rows" and name in OF_KEYS):
         return Replicate()
     axis = AXES[kind]
@@ -96,7 +96,7 @@ def _from_local(a: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sh
 
 
 class _Layout:
-    """Of one call."""
+    """The layout of one call."""
 
     def __init__(self, q: DTensor, k: DTensor):
         self.mesh, self.kinds = q.device_mesh, _kinds(q, k)
@@ -144,7 +144,7 @@ class _Layout:
         return joined(head, of_queries, of_keys.narrow(1, *self.part(keys, "sequence")), ranges), ranges
 
     def result(self, name: str, shape: Sequence[int], a: Tensor) -> DTensor:
-        """Of that shape in all."""
+        """A result whose parts have that shape together."""
         placements = [_of_result(kind, name, shape) for kind in self.kinds]
         return _from_local(a, self.mesh, placements, shape, by_length=len(shape) == 4 and name not in BIASES)
 

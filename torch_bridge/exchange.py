@@ -28,7 +28,7 @@ TRANSPOSED = {"heads": "rows", "rows": "heads", "gather": "sum", "sum": "gather"
 
 
 def move(kind: str, group: Group, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Of tensors of four axes, all moved alike; None for those that are."""
+    """The tensors, of four axes, all moved alike.  None stays None."""
     how = f"{kind} {group.word}"
     given, moved = [a for a in tensors if a is not None], []
     for first in range(0, len(given), WIDTH):

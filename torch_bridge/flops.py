@@ -9,8 +9,8 @@ from torch_bridge.signatures import OPERATORS, OPTIONS_AT, gives_gradients
 
 
 def flops(name: str, *args: Any, **_: Any) -> int:
-    """Of these arguments, with shapes in the place of tensors.  Scores that causality and the window hide do not count; those
-    that tensors hide (masks, lengths, segments, ranges) do."""
+    """Floating-point operations of a call with these arguments, with shapes in the place of tensors.  Scores that causality and
+    the window hide do not count.  Those that tensors hide (masks, lengths, segments, ranges) do."""
     given = dict(zip(OPERATORS[name].tensors, args, strict=False))
     (batch, heads, queries, width), (*_, keys, _), (*_, value_width) = given["q"], given["k"], given["v"]
     is_causal, options = args[OPTIONS_AT[name] - 2], args[OPTIONS_AT[name]]

@@ -36,7 +36,7 @@ def use_implementation(implementation: Implementation | None) -> AbstractContext
 
 
 def chosen(implementation: Implementation | None, q: Tensor, v: Tensor) -> str | None:
-    """As in `Problem`, where the reference is called "xla"."""
+    """The implementation as `Problem` names it, where the reference is "xla"."""
     if implementation is None and not _open:
         return None
     check_implementation(implementation, IMPLEMENTATIONS, REFERENCE)

@@ -183,7 +183,7 @@ def _map(make: Callable[[int], list[Any]], address: int) -> Any:
 
 
 def _encoder(descriptor, metadata) -> Callable[[int], list[Any]]:
-    """Of descriptors like this one, from the address of their tensor."""
+    """Encodes descriptors like this one, from the address of their tensor."""
     make_tensordesc_arg = needed("triton.backends.nvidia.driver.make_tensordesc_arg")
     fields = dict(vars(descriptor), base=None)
     more = ((),) if len(inspect.signature(make_tensordesc_arg).parameters) == 3 else ()  # from Triton 3.8 on
@@ -265,7 +265,7 @@ def run(launcher, name, case, x, tx=(None,) * 4, y=None, ty=None, cy=(None,) * 2
 
 
 def _gradients(d: Operands) -> list[torch.Tensor | None]:
-    """Of q, k, v and the mask; or the tangents of these."""
+    """The gradients of q, k, v and the mask, or the tangents of these gradients."""
     return [*(None if a is None else _by_head(a) for a in (d.query, d.key, d.value)), d.bias]
 
 

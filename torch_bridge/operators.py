@@ -25,7 +25,7 @@ def outside_dynamo(function: Callable) -> Callable:
 
 
 def filled(results: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """As the dispatcher takes results: an empty tensor for each that is not wanted."""
+    """The results as the dispatcher takes them: an empty tensor for each that is not wanted."""
     return tuple([like.new_empty(0) if a is None else a for a in results])
 
 

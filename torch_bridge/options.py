@@ -58,14 +58,14 @@ def words_of(
 
 
 def words_of_choice(deterministic: bool, implementation: str | None) -> tuple[str, ...]:
-    """Of how a call is computed, whatever it computes."""
+    """The words for how a call is computed, whatever it computes."""
     words = ["deterministic"] if deterministic else []
     words += [f"implementation={implementation}"] if implementation is not None else []
     return tuple(words)
 
 
 def words_of_part(problem: Problem, window: tuple[int | None, int | None] | None = None) -> tuple[str, ...]:
-    """Of a part of a call: causality and windows are another's there, mask blocks there are none."""
+    """The words for a part of a call.  `window` takes the place of its own causality and window.  It has no mask blocks."""
     words = words_of(window, False, problem.soft_cap, problem.dropout_rate)
     return (*words, *words_of_choice(problem.deterministic, problem.implementation))
 
@@ -172,7 +172,7 @@ def _ranges(options: str) -> tuple[int, int]:
 
 
 def pieces(selection: Tensor, options: str, queries: int, keys: int) -> tuple[Tensor, ...]:
-    """Of a selection what stands before the segments, those of queries and of keys, and ranges [B, H, T, R, 2]."""
+    """The pieces of a selection: what stands before the segments, those of queries and of keys, and ranges [B, H, T, R, 2]."""
     heads, count = _ranges(options)
     *others, ranges = selection.split([SEGMENTS, queries, keys, 2 * heads * queries * count], 1)
     return *others, ranges.unflatten(1, (heads, queries, count, 2))

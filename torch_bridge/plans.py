@@ -117,7 +117,7 @@ def keep(looks: tuple, plan: Plan | None) -> None:
 
 
 def precision_of(q: Tensor) -> Precision:
-    """Of products of such a tensor, by the setting in force."""
+    """The precision of products of such a tensor, by the setting in force."""
     return "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
@@ -172,8 +172,8 @@ def follow(plan: Plan, args: Sequence[Any], addresses: list[int]) -> tuple[Tenso
 
 
 def made(args: Sequence[Any], launched: Sequence[Launched | Copied], results: Sequence[Tensor | None]) -> Plan | None:
-    """Of one call, and what it launched.  None where some tensor is neither an argument of the call nor part of one nor an
-    output of a launch, or a result is no output."""
+    """The plan of one call, from what it launched.  None where a tensor is neither an argument of the call, nor part of one, nor
+    an output of a launch, or where a result is no output."""
     known = [a for a in args if isinstance(a, Tensor)]
     places: dict[int, int] = {}
     for i, a in enumerate(known):

@@ -55,7 +55,7 @@ NN = optional("torch._C._nn")
 
 
 def process_group(name: str) -> Any:
-    """As functional collectives find it."""
+    """A process group by its name, as functional collectives find it."""
     return needed("torch._C._distributed_c10d._resolve_process_group")(name)
 
 

@@ -193,8 +193,8 @@ def _scores(case, at, q, k, mask):
     for position, lengths in ((i, x.query_lengths), (j, x.key_lengths)):
         hidden += [position >= lengths[:, None, None, None]] if lengths is not None else []
     if x.query_segments is not None:
-        of_rows = x.query_segments[:, None, first : first + s.shape[2], None]
-        hidden += [of_rows != x.key_segments[:, None, None, j]]
+        query_segments = x.query_segments[:, None, first : first + s.shape[2], None]
+        hidden += [query_segments != x.key_segments[:, None, None, j]]
     if x.key_ranges is not None:
         hidden += [~_in_ranges(x.key_ranges[:, :, first : first + s.shape[2]], j, s)]
     for h in hidden:
@@ -203,7 +203,7 @@ def _scores(case, at, q, k, mask):
 
 
 def _of_elements(mask, block, at, rows):
-    """Of a mask of blocks what stands for so many queries and for these keys."""
+    """The elements of a mask of blocks for so many queries and these keys."""
     first, queries, j, keys = at
     (b_q, b_k), i = block, first + torch.arange(rows, device=mask.device)[:, None]
     if mask.dtype == torch.bool:
@@ -298,7 +298,7 @@ def _probabilities_of_part(case, at, q, k, v, mask, t_q, t_k, t_v, t_mask, o, ls
 
 
 def _score_tangents(case, u, q, k, t_q, t_k, t_mask):
-    """Of the products, and of what is capped."""
+    """The tangents of the products, and of the scores, which are capped."""
     t_x = _times(case.problem.scale, _add(_outer(t_q, k), _outer(q, t_k)))
     return t_x, _add(_under_cap(t_x, u), t_mask)
 

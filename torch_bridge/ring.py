@@ -148,7 +148,7 @@ class _Part:
         return slice(a * size, b * size), [number * size for number in numbers[a:b]], size
 
     def args(self, columns: Sequence[Tensor]) -> list[Any]:
-        """Of the operator."""
+        """The operator's arguments."""
         call, travelling = self.call, iter(columns)
         keys = {name: next(travelling).transpose(1, 2) for name in OF_KEYS if call.tensors.get(name) is not None}
         masks: dict[str, Any] = {name: call.tensors.get(name) for name in BIASES}
@@ -245,7 +245,7 @@ class _Results:
                 self._sum(name)[:, :, part.rows] = a
 
     def _shape(self, name: str) -> torch.Size:
-        """Of the gradient of an argument, or of o, ℓ and their tangents."""
+        """The shape of the gradient of an argument, or of o, ℓ and their tangents."""
         given = self.call.tensors
         if self.call.want is not None:
             return given[name.removeprefix("t_")].shape

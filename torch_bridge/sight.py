@@ -53,7 +53,7 @@ def blocks(case: Any, q: Tensor, k: Tensor, mask: Tensor | None, most: int) -> I
 
 
 def _block(first: int, last: int, union: int, queries: int, keys: int) -> Block:
-    """Of grains."""
+    """A block, from numbers of grains."""
     begin, end = ((union & -union).bit_length() - 1, union.bit_length()) if union else (0, 0)
     places = None
     if union.bit_count() < DENSE * (end - begin):

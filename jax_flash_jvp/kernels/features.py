@@ -69,7 +69,7 @@ class Features:
 
     @property
     def tile_classes(self) -> int:
-        """Of listed tiles: seen whole, seen in part, and, of ranges, in part with rows that nobody sees (`nobody_sees`)."""
+        """The classes of listed tiles: seen whole, in part, and, of ranges, in part with rows nobody sees (`nobody_sees`)."""
         return 3 if self.ranges.present else 2
 
     @property

@@ -297,13 +297,13 @@ def test_hopper_blocks_that_programs_share(multiprocessors, monkeypatch):
 
 
 HOPPER_MUTANTS = {
-    "excess-of-dS": ("b_da = products.without_mean(b_da, excess, X.KEY_MEAN, mean, options.C, FIRST)", "pass"),
+    "excess-of-dS": ("b_dk = products.without_mean(b_dk, excess, X.KEY_MEAN, mean, options.C, FIRST)", "pass"),
     "excess-of-its-tangent": (
-        "b_tda = products.without_mean(b_tda, excess, X.KEY_MEAN, mean, options.C, FIRST)",
+        "b_tdk = products.without_mean(b_tdk, excess, X.KEY_MEAN, mean, options.C, FIRST)",
         "pass",
     ),
     "mean-of-the-tangents": (
-        "b_tda = products.without_mean(b_tda, excess, X.T_KEY_MEAN, mean, options.C, FIRST)",
+        "b_tdk = products.without_mean(b_tdk, excess, X.T_KEY_MEAN, mean, options.C, FIRST)",
         "pass",
     ),
     "of-another-head": (

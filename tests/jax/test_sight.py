@@ -68,13 +68,13 @@ def test_equals_attention_to_second_order(case, most, monkeypatch, float64):
     else:
         want = derivatives(lambda *x: oracle.attention(*x, **arguments), *x)
     jax.clear_caches()
-    for name, value in dict(BAND=2, GRAIN=1, WIDTH=14, TOGETHER=4).items():
+    for name, value in dict(BAND=2, GRAIN=1, WIDTH=14, BLOCKS_AT_ONCE=4).items():
         monkeypatch.setattr(sight, name, value)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-9), run(), want)
 
 
 def test_third_order_of_a_band(monkeypatch, float64):
-    for name, value in dict(BAND=2, GRAIN=1, WIDTH=14, TOGETHER=4).items():
+    for name, value in dict(BAND=2, GRAIN=1, WIDTH=14, BLOCKS_AT_ONCE=4).items():
         monkeypatch.setattr(sight, name, value)
     ranges = drawn(2, 4)["ranges"]
     q, k, v = (jnp.asarray(oracle.normal(i, B, n, 2, H)) for i, n in enumerate((T, S, S)))

@@ -147,10 +147,10 @@ def test_long_loops(causal, late):
 
 
 DEFERRED_MUTANTS = {
-    "of-another-tile": ("b_at, 2, options.SLOTS)", "b_at, 1, options.SLOTS)"),
+    "of-another-tile": ("_at, 2, options.SLOTS)", "_at, 1, options.SLOTS)"),
     "before-the-first-tile": (
-        "gl.where(tile.t > tile.t_first, slot_before(tile.b_at, 2, options.SLOTS), tile.b_at.slot)",
-        "slot_before(tile.b_at, 2, options.SLOTS)",
+        "gl.where(tile.t > tile.t_first, slot_before(tile.q_at, 2, options.SLOTS), tile.q_at.slot)",
+        "slot_before(tile.q_at, 2, options.SLOTS)",
     ),
     "last-tile-lost": (
         "if t_first < t_end:\n                        sums",
@@ -393,7 +393,7 @@ def test_programs_take_blocks_from_a_counter(monkeypatch, shape, ahead):
     [
         ("with_counter(COUNTER, ints.concurrent, BEGIN)", "with_counter(COUNTER, ints.concurrent + 1, BEGIN)"),
         ("ints.n + ints.concurrent - 1", "ints.n + ints.concurrent"),
-        ("index(at.slot).store(number)", "index(at.slot).store(number - 1)"),
+        ("index(cursor.slot).store(number)", "index(cursor.slot).store(number - 1)"),
         ("return block, first + i_head", "return block, i_head"),
         ("if AFTER and options.FEATURES.dynamic:", "if False:"),
     ],
@@ -703,8 +703,8 @@ MUTANTS = {  # and whether it takes late copies to notice
     "keys-not-given-back": ("ring.give_back(empty, k_at)", "pass", False),
     "scores-not-waited-for": ("b_s = warpgroup_mma_wait(N_TS, deps=[b_s])", "pass", False),
     "values-not-waited-for": ("wait(full, v_at)", "pass", True),
-    "resident-not-waited-for": ("mbarrier.wait(memory.a_full.index(resident), a_at.phase)", "pass", True),
-    "resident-overwritten": ("mbarrier.wait(memory.a_empty.index(i), a_at.phase)", "pass", False),
+    "resident-not-waited-for": ("mbarrier.wait(memory.resident_full.index(resident), resident_at.phase)", "pass", True),
+    "resident-overwritten": ("mbarrier.wait(memory.resident_empty.index(i), resident_at.phase)", "pass", False),
     "queries-overwritten": ("mbarrier.wait(memory.q_empty.index(i), q_at.phase)", "pass", False),
     "queries-given-back-early": ("pred=tick == last_tick", "pred=tick != last_tick", False),
     "out-of-turn": (
@@ -724,19 +724,19 @@ MUTANTS = {  # and whether it takes late copies to notice
         False,
     ),
     "late-product-of-what-is-not-there": (
-        "registers of the softmax\n        wait(memory.full, tile.e_at)",
+        "registers of the softmax\n        wait(memory.full, tile.do_at)",
         "registers of the softmax\n",
         True,
     ),
-    "outputs-not-waited-for": ("wait(memory.full, at)", "pass", True),
+    "outputs-not-waited-for": ("wait(memory.full, ring_at)", "pass", True),
     "outputs-of-other-rows": ("row + I // KINDS * GROUP_ROWS", "row", False),
     "outputs-of-another-warpgroup": ("I // KINDS == i_w", "I // KINDS == 0", False),
-    "tangent-of-outputs-ignored": ("t_delta += ring.inner(c, o, LAYOUT)", "pass", False),
+    "tangent-of-outputs-ignored": ("t_delta += ring.inner(v_like, o, LAYOUT)", "pass", False),
     "statistics-not-waited-for": ("wait(memory.s_full, tile.s_at)", "pass", True),
     "statistics-overwritten": ("wait(memory.s_empty, s_at)", "pass", True),
     "mu-dropped": ("b_to = products.increased(b_to, back, b_o)", "pass", False),
     "mu-dropped-backward": (
-        "b_ts -= steps.statistic(of_rows.mu, steps.MU, tile, memory, options) * of_rows.per_scale",
+        "b_ts -= steps.statistic(row_stats.mu, steps.MU, tile, memory, options) * row_stats.per_scale",
         "pass",
         False,
     ),

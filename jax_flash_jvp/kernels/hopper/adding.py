@@ -112,7 +112,7 @@ def blocks_before(j, block, ints, options):
 
 @gluon.jit
 def tiles_of_queries(LQ, options):
-    """Of a head, as many as TILE queries at a time need."""
+    """The number of a head's tiles, counted in whole groups of TILE queries."""
     return gl.cdiv(LQ, TILE) * (TILE // options.T)
 
 
@@ -133,7 +133,7 @@ def add(arrays, memory, call, options):
     n_tiles = tiles_of_queries(ints.LQ, options)
     common = 0
     if options.CORRECTED:
-        common = gl.load(call.COMMON + i_b * (ints.HQ // ints.GROUP) + block.i_a)
+        common = gl.load(call.COMMON + i_b * (ints.HQ // ints.GROUP) + block.i_resident)
     i = 0
     for i_g in range(block.group):
         i_h = block.i_stream + i_g
@@ -166,7 +166,7 @@ def add(arrays, memory, call, options):
 
 @gluon.jit
 def row_sums(slot, memory, options):
-    """Those of the GROUP_ROWS columns of a place of dS, over all keys of the block: all columns of a product with ones."""
+    """The sums of the GROUP_ROWS columns of a place of dS, over all keys of the block: any column of a product with ones."""
     b_r = gl.zeros([GROUP_ROWS, ONES], gl.float32, product_layout(ONES))
     for w in gl.static_range(options.GROUPS):
         ds = memory.ds.index(options.GROUPS * slot + w)

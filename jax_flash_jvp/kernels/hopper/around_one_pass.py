@@ -46,7 +46,7 @@ def prepare(
     LSE2, DELTA, DQ, DQ_R, ROWS, COUNTS,
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile of queries ℓ in base 2, δ, and zeros to add dq to and to count with.  Rows past the end see nothing."""
+    """ℓ in base 2, δ, and zeros to add dq to and to count with, of a tile of queries.  Rows past the end see nothing."""
     i, i_b, i_h, i_bh, row = own_queries(HQ, LQ)
     x_l: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     end = LQ
@@ -123,7 +123,7 @@ def prepare_dual(
     LSE2, MU_OUT, DELTA, T_DELTA, DQ, ROWS, COUNTS,
     C: gl.constexpr, HAS_D_LSE: gl.constexpr, HAS_TD_LSE: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
-    """Of two tiles of queries ℓ in base 2, μ, δ and δ̇, and zeros to add to and to count with.  Rows past the end see
+    """ℓ in base 2, μ, δ and δ̇, and zeros to add to and to count with, of two tiles of queries.  Rows past the end see
     nothing."""
     i, i_b, i_h, i_bh, row = own_queries(HQ, LQ)
     x_l: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

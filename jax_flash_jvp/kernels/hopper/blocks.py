@@ -21,7 +21,7 @@ from jax_flash_jvp.kernels.hopper.visibility import (
 
 # an `item`: of the resident rows the number of the block, batch entry and head; of the streamed ones the first head and how
 # many; ends of queries and of keys, bounds of what is streamed
-Block = namedtuple("Block", "work i_block i_b i_a i_stream group query_end key_end bounds")
+Block = namedtuple("Block", "work i_block i_b i_resident i_stream group query_end key_end bounds")
 
 
 @gluon.jit
@@ -44,31 +44,31 @@ def block_of(i, ints, selection, options):
     HA = HQ if ROW else HQ // GROUP
     work = item(i, ints, tiles_in_all(ints, options), FEATURES)
     i_block, i_ba = own_block(work.block, ints, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
-    i_b, i_a = divided(i_ba, HA, ints.of_heads)
-    a_row = i_block * ROWS
+    i_b, i_resident = divided(i_ba, HA, ints.of_heads)
+    resident_row = i_block * ROWS
     query_end, key_end = lengths(i_b, ints, selection, FEATURES)
     if ROW:
         group = 1
-        i_stream = i_a // GROUP
-        start, first, whole, stop = key_bounds(a_row, ROWS, key_end, ints, FEATURES)
+        i_stream = i_resident // GROUP
+        start, first, whole, stop = key_bounds(resident_row, ROWS, key_end, ints, FEATURES)
     else:
         group = GROUP
-        i_stream = i_a * GROUP
+        i_stream = i_resident * GROUP
         start = 0
         first = 0
         stop = query_end
         # absent queries are rows of zeros
         whole = query_end if FEATURES.query_lengths else query_end + T - 1
         if FEATURES.right:
-            start = a_row - right
-            first = a_row + ROWS - 1 - right
+            start = resident_row - right
+            first = resident_row + ROWS - 1 - right
         if FEATURES.left:
-            whole = gl.minimum(whole, a_row + left + 1)
-            stop = gl.minimum(stop, a_row + ROWS + left)
+            whole = gl.minimum(whole, resident_row + left + 1)
+            stop = gl.minimum(stop, resident_row + ROWS + left)
     if FEATURES.query_lengths if ROW else FEATURES.key_lengths:
-        if a_row >= (query_end if ROW else key_end):
+        if resident_row >= (query_end if ROW else key_end):
             stop = 0
-    return Block(work, i_block, i_b, i_a, i_stream, group, query_end, key_end, Bounds(start, first, whole, stop))
+    return Block(work, i_block, i_b, i_resident, i_stream, group, query_end, key_end, Bounds(start, first, whole, stop))
 
 
 @gluon.jit
@@ -80,7 +80,7 @@ def visits_of_head(i_g, block, ints, selection, options):
         TILES_AXES: gl.constexpr = FEATURES.tiles
         n_blocks = gl.cdiv(ints.LQ if options.ROW else ints.LK, options.HEIGHT * GROUP_ROWS)
         n_tiles = gl.cdiv(ints.LK if options.ROW else ints.LQ, T)
-        i_h = block.i_a if options.ROW else block.i_stream + i_g
+        i_h = block.i_resident if options.ROW else block.i_stream + i_g
         CLASSES: gl.constexpr = FEATURES.tile_classes
         size = block.i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + CLASSES)
         p_tiles = head_slice(selection.TILES, block.i_b, i_h, ints, size, TILES_AXES) + block.i_block * (
@@ -125,6 +125,6 @@ def others_of_resident(block, call, options):
             known += before
     if known > 0:
         end = 0
-    i_h = block.i_a if options.ROW else block.i_stream
+    i_h = block.i_resident if options.ROW else block.i_stream
     sight = selected(block, i_h, call, options)
     return Others(first * T, end * T, heads, sight)

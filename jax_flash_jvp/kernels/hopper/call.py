@@ -57,7 +57,7 @@ class HopperCall:
         )  # fmt: skip
 
     def descriptors(self, **arrays: tuple[Any, int]) -> dict[str, Rows]:
-        """Of arrays in tiles of so many rows: {name}_d of the first part of their channels, {name}_r of the rest."""
+        """Descriptors of arrays in tiles of so many rows: {name}_d of the first part of their channels, {name}_r of the rest."""
         first, *rest = column_widths(self.head_dim)
         firsts = {f"{name}_d": Rows(a, n, first) for name, (a, n) in arrays.items()}
         rests = {f"{name}_r": Rows(a, n, rest[0]) if rest else Rows(None, 0, 0) for name, (a, n) in arrays.items()}
@@ -96,7 +96,7 @@ class HopperCall:
         return self.launcher.launch(launch)
 
     def _numbers(self, sweep: Sweep, ring: Ring, schedule: Schedule) -> dict[str, int]:
-        """Of a launch, and the reciprocals of what kernels divide by."""
+        """The numbers of a launch, and the reciprocals of what kernels divide by."""
         blocks = sweep.blocks(ring)
         divisors = dict(
             self._divisors(sweep, blocks), of_tiles=sweep.tiles(ring), of_shared_tiles=schedule.shared_tiles_per_program or 1
@@ -108,7 +108,7 @@ class HopperCall:
         )  # fmt: skip
 
     def numbers_in_one_pass(self, sweep: Sweep, rows: int) -> dict[str, int]:
-        """Those of a launch with one program for each block, of so many keys."""
+        """The numbers of a launch with one program for each block of so many keys."""
         blocks = triton.cdiv(self.key_length, rows) * sweep.heads
         return dict(n=blocks, **{name: reciprocal(n) for name, n in self._divisors(sweep, blocks).items()})
 

@@ -48,10 +48,10 @@ def load_queries(arrays, i_b, i_h, row, memory, q_at, options):
 
 
 @gluon.jit
-def load_block(i, at, q_at, arrays, memory, call, options):
+def load_block(i, ring_at, q_at, arrays, memory, call, options):
     SLOTS: gl.constexpr = options.SLOTS
     block = block_of(i, call.ints, call.selection, options)
-    i_b, i_h, q_row = block.i_b, block.i_a, block.i_block * (options.HEIGHT * GROUP_ROWS)
+    i_b, i_h, q_row = block.i_b, block.i_resident, block.i_block * (options.HEIGHT * GROUP_ROWS)
     visits = visits_of_head(0, block, call.ints, call.selection, options)
     i_k = i_h // call.ints.GROUP
     # one block after the other: behind the first tiles, where there is room for these alone while queries are still needed
@@ -64,8 +64,12 @@ def load_block(i, at, q_at, arrays, memory, call, options):
             t_first, t_end = visibility.range_of(visits, MASKED)
             for t in range(t_first, t_end):
                 row = visibility.tile_at(t, visits, MASKED, options.FEATURES) * options.T
-                at = ring.load_tile(arrays.k, arrays.tk, i_b, i_k, row, memory, at, options.T, SLOTS, options.HAS_TK)
-                at = ring.load_tile(arrays.v, arrays.tv, i_b, i_k, row, memory, at, options.T, SLOTS, options.HAS_TV)
+                ring_at = ring.load_tile(
+                    arrays.k, arrays.tk, i_b, i_k, row, memory, ring_at, options.T, SLOTS, options.HAS_TK
+                )
+                ring_at = ring.load_tile(
+                    arrays.v, arrays.tv, i_b, i_k, row, memory, ring_at, options.T, SLOTS, options.HAS_TV
+                )
                 if AFTER:
                     if first == 1:
                         load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
@@ -73,7 +77,7 @@ def load_block(i, at, q_at, arrays, memory, call, options):
     if AFTER and options.FEATURES.dynamic:
         if first == 1:
             load_queries(arrays, i_b, i_h, q_row, memory, q_at, options)
-    return at
+    return ring_at
 
 
 @gluon.jit
@@ -139,7 +143,7 @@ def softmax(b_s, b_sm, b_m, b_l, scale, SLACK: gl.constexpr):
 def saved_maxima(row, block, call, LAYOUT: gl.constexpr):
     """In the place of the maxima of rows, and of the logarithms of their sums, ℓ in base 2."""
     o_m = row + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
-    LQ, i_bh = call.ints.LQ, block.i_b * call.ints.HQ + block.i_a
+    LQ, i_bh = call.ints.LQ, block.i_b * call.ints.HQ + block.i_resident
     b_lse = gl.load(call.SAVED + i_bh.to(gl.int64) * LQ + o_m, mask=o_m < LQ, other=-float("inf"))
     return products.log2_sum_exp(b_lse)
 
@@ -168,7 +172,7 @@ def end_block(i, w: gl.constexpr, tick, sums, rows, query_end, call, options):
 def write_dual(block, row, w: gl.constexpr, both, rows, query_end, call, options):
     FIRST: gl.constexpr = w if options.SPLIT else 0  # part of the columns
     r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
-    i_b, i_h, HQ, LQ = block.i_b, block.i_a, call.ints.HQ, call.ints.LQ
+    i_b, i_h, HQ, LQ = block.i_b, block.i_resident, call.ints.HQ, call.ints.LQ
     b_o, b_to = both
     b_l, b_m, b_c = rows
     if options.LINEAR:
@@ -197,7 +201,7 @@ def write_dual(block, row, w: gl.constexpr, both, rows, query_end, call, options
 @gluon.jit
 def write_plain(block, row, b_o, rows, query_end, call, options):
     r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
-    i_b, i_h, HQ, LQ = block.i_b, block.i_a, call.ints.HQ, call.ints.LQ
+    i_b, i_h, HQ, LQ = block.i_b, block.i_resident, call.ints.HQ, call.ints.LQ
     b_l, b_m = rows
     b_lse = (b_m + gl.log2(b_l)) * products.LN2
     if options.FEATURES.empty_rows:
@@ -412,16 +416,16 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
 
 @gluon.jit
 def compute_block(i, w: gl.constexpr, state, q_at, memory, call, options):
-    at, tick = state
+    ring_at, tick = state
     block = block_of(i, call.ints, call.selection, options)
     q_row = block.i_block * (options.HEIGHT * GROUP_ROWS)
     visits = visits_of_head(0, block, call.ints, call.selection, options)
-    sight = visibility.selected(block, block.i_a, call, options)
+    sight = visibility.selected(block, block.i_resident, call, options)
     row = q_row + GROUP_ROWS * (w % options.HEIGHT)
     own_queries = q_at.slot * options.HEIGHT + w % options.HEIGHT
     mbarrier.wait(memory.q_full.index(own_queries), q_at.phase)
     consumer: gl.constexpr = consume_dual if options.HAS_TQ or options.HAS_TK or options.HAS_TV else consume_plain
-    return consumer(i, w, at, tick, own_queries, block, row, sight, visits, memory, call, options)
+    return consumer(i, w, ring_at, tick, own_queries, block, row, sight, visits, memory, call, options)
 
 
 @gluon.jit

@@ -74,7 +74,7 @@ def by_thread(b_x):
 
 @gluon.jit
 def places(X, b_y):
-    """Of what is ordered by thread, where a warp reads and writes whole lines of memory."""
+    """Pointers to what is ordered by thread, so that a warp reads and writes whole lines of memory."""
     o_r = gl.arange(0, b_y.shape[0], layout=gl.SliceLayout(1, b_y.type.layout))
     o_c = gl.arange(0, b_y.shape[1], layout=gl.SliceLayout(0, b_y.type.layout))
     return X + gl.expand_dims(o_r * b_y.shape[1], 1) + gl.expand_dims(o_c, 0)

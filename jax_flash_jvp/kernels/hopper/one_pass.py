@@ -75,7 +75,7 @@ def produce(arrays, memory, call, options):
     block = block_of(gl.program_id(0), ints, call.selection, options)
     i_b = block.i_b
     n_tiles = adding.tiles_of_queries(ints.LQ, options)
-    of_keys = (i_b, block.i_a, block.i_block * (options.GROUPS * GROUP_ROWS))
+    of_keys = (i_b, block.i_resident, block.i_block * (options.GROUPS * GROUP_ROWS))
     load_keys(arrays.k, arrays.tk, of_keys, memory.k_full.index(0), memory.k, memory.tk, options)
     i = 0
     for i_g in range(block.group):
@@ -165,7 +165,7 @@ def consume(w: gl.constexpr, memory, call, options):
         clean_resident(w, block.key_end - a_start, a_start, others, memory, options)
     countdown = options.LAG + w
     if options.CORRECTED:
-        countdown += gl.load(call.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_a) * adding.COMMON_KEYS
+        countdown += gl.load(call.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_resident) * adding.COMMON_KEYS
     i = 0
     for i_g in range(block.group):
         visits = visits_of_head(i_g, block, ints, selection, options)
@@ -204,9 +204,11 @@ def write_block(block, w: gl.constexpr, totals, call, options):
         ready = [products.zeroed(b_x, o_a >= block.key_end) for b_x in ready]
     for I in gl.static_range(0, len(totals), 2):
         products.store_rows(
-            call.results[I + 1], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I + 1], options.C
+            call.results[I + 1], block.i_b, block.i_resident, HK, a_start, call.ints.LK, ready[I + 1], options.C
         )
-        products.store_rows(call.results[I], block.i_b, block.i_a, HK, a_start, call.ints.LK, ready[I], options.C)
+        products.store_rows(
+            call.results[I], block.i_b, block.i_resident, HK, a_start, call.ints.LK, ready[I], options.C
+        )
 
 
 # ------------------------------------------------------------------------------------------------ shared memory

@@ -12,16 +12,16 @@ from jax_flash_jvp.problem import Operands
 
 
 class Wanted(NamedTuple):
-    """Of the gradients of a side: of its resident rows a and c, and their tangents."""
+    """Which gradients of a side's resident rows are wanted, and which of their tangents: named as on the key side."""
 
-    a: bool = False
-    c: bool = False
-    ta: bool = False
-    tc: bool = False
+    k: bool = False
+    v: bool = False
+    tk: bool = False
+    tv: bool = False
 
     @property
     def kind(self) -> str:
-        gradients, tangents = self.a or self.c, self.ta or self.tc
+        gradients, tangents = self.k or self.v, self.tk or self.tv
         return "dual" if gradients and tangents else "tangent" if tangents else "plain"
 
 
@@ -32,13 +32,13 @@ class TwoSides:
         self.call, self.want, self.want_tangent = call, want, want_tangent
         self.y, self.cy, (self.tx, self.ty, self.tcy) = y, cy, tangents
         x, tx, d_o, t_d_o = call.x, self.tx, cy[0], self.tcy[0]
-        self.query_like = (x.query, tx.query), (d_o, t_d_o)
-        self.key_like = (x.key, tx.key), (x.value, tx.value)
+        self.of_queries = (x.query, tx.query), (d_o, t_d_o)
+        self.of_keys = (x.key, tx.key), (x.value, tx.value)
         self.dual = any(want_tangent)
 
     def run(self) -> tuple[Operands, Operands]:
         call, want, want_tangent = self.call, self.want, self.want_tangent
-        by_query, of_query = call.sweep(by_key=False), Wanted(a=want.query, ta=want_tangent.query)
+        by_query, of_query = call.sweep(by_key=False), Wanted(k=want.query, tk=want_tangent.query)
         ring = by_query.ring(config.QUERY_SIDE[call.width, of_query.kind])
         makes = self._makes_statistics(by_query, ring)
         if makes:  # of ℓ itself
@@ -49,7 +49,7 @@ class TwoSides:
         gradients: dict[str, Any] = {}
         if any(of_query):
             got = self._query_side(by_query, ring, of_query, statistics, makes)
-            gradients |= dict(query=got["DA"], t_query=got["TDA"])
+            gradients |= dict(query=got["DK"], t_query=got["TDK"])
             statistics["DELTA"] = got["DELTA_OUT"]
             if makes:
                 statistics["LSE2"] = got["LSE2_OUT"]
@@ -74,8 +74,8 @@ class TwoSides:
         means = call.portable.key_means(
             self.tx.key if self.want_tangent.query else None, call.block_of_means(ring, self.dual)
         )
-        of_rows = dict(D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean, COMMON=means.common)
-        return self._side(by_query, ring, wanted, statistics | of_rows, makes)
+        more = dict(D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean, COMMON=means.common)
+        return self._side(by_query, ring, wanted, statistics | more, makes)
 
     def _key_sides(self, wanted: Wanted, statistics) -> dict[str, Any]:
         """Gradients of keys and values by name, of one launch or of one for each."""
@@ -85,39 +85,39 @@ class TwoSides:
             launches = [(config.KEY_SIDE, wanted)]
         else:
             launches = [
-                (config.VALUES, Wanted(c=wanted.c, tc=wanted.tc)),
-                (config.KEYS, Wanted(a=wanted.a, ta=wanted.ta)),
+                (config.VALUES, Wanted(v=wanted.v, tv=wanted.tv)),
+                (config.KEYS, Wanted(k=wanted.k, tk=wanted.tk)),
             ]
         gradients: dict[str, Any] = {}
         for table, some in launches:
             if any(some):
                 got = self._side(by_key, by_key.ring(table[width, wanted.kind]), some, statistics)
-                results = dict(key=got["DA"], value=got["DC"], t_key=got["TDA"], t_value=got["TDC"])
+                results = dict(key=got["DK"], value=got["DV"], t_key=got["TDK"], t_value=got["TDV"])
                 gradients |= {name: a for name, a in results.items() if a is not None}
         return gradients
 
     def _side(self, sweep: Sweep, ring: Ring, wanted: Wanted, statistics, makes: bool = False) -> dict[str, Any]:
-        """The outputs of the kernel: DA, DC, TDA, TDC; of the query side also DELTA_OUT and T_DELTA_OUT, and LSE2_OUT if it
+        """The outputs of the kernel: DK, DV, TDK, TDV; of the query side also DELTA_OUT and T_DELTA_OUT, and LSE2_OUT if it
         makes the statistics of its rows."""
         call, row, (_, d_lse), (_, t_d_lse) = self.call, not sweep.by_key, self.cy, self.tcy
-        resident, streamed = (self.query_like, self.key_like) if row else (self.key_like, self.query_like)
-        ((a, ta), (c, tc)), ((b, tb), (e, te)) = resident, streamed
+        resident, streamed = (self.of_queries, self.of_keys) if row else (self.of_keys, self.of_queries)
+        ((k, tk), (v, tv)), ((q, tq), (do, tdo)) = resident, streamed
         descriptors = call.descriptors(
-            a=(a, GROUP), c=(c, GROUP), b=(b, ring.tile), e=(e, ring.tile),
-            ta=(ta, GROUP), tc=(tc, GROUP), tb=(tb, ring.tile), te=(te, ring.tile),
+            k=(k, GROUP), v=(v, GROUP), q=(q, ring.tile), do=(do, ring.tile),
+            tk=(tk, GROUP), tv=(tv, GROUP), tq=(tq, ring.tile), tdo=(tdo, ring.tile),
             o=(self.y[0] if makes else None, GROUP), to=(self.ty[0] if makes else None, GROUP),
         )  # fmt: skip
-        rows_summed = (wanted.a or (wanted.ta and tb is not None)) + wanted.ta if row and call.portable.corrected else 0
+        rows_summed = (wanted.k or (wanted.tk and tq is not None)) + wanted.tk if row and call.portable.corrected else 0
         like = call.output if row else call.key_gradient
         return call.run(
             sweep, ring, dict(descriptors, **statistics),
             dict(
-                DA=like if wanted.a else None, DC=like if wanted.c else None, TDA=like if wanted.ta else None,
-                TDC=like if wanted.tc else None, LSE2_OUT=call.statistic if makes else None,
-                DELTA_OUT=call.statistic if row else None, T_DELTA_OUT=call.statistic if row and wanted.ta else None,
+                DK=like if wanted.k else None, DV=like if wanted.v else None, TDK=like if wanted.tk else None,
+                TDV=like if wanted.tv else None, LSE2_OUT=call.statistic if makes else None,
+                DELTA_OUT=call.statistic if row else None, T_DELTA_OUT=call.statistic if row and wanted.tk else None,
             ), (sum(wanted), rows_summed), dict(makes_statistics=makes, row_means=row and call.portable.row_means),
             T=ring.tile, ROW=row,
-            HAS_TA=ta is not None, HAS_TB=tb is not None, HAS_TC=tc is not None, HAS_TE=te is not None,
+            HAS_TK=tk is not None, HAS_TQ=tq is not None, HAS_TV=tv is not None, HAS_TDO=tdo is not None,
             HAS_D_LSE=row and d_lse is not None, HAS_TD_LSE=row and t_d_lse is not None,
-            WANT_A=wanted.a, WANT_C=wanted.c, WANT_TA=wanted.ta, WANT_TC=wanted.tc,
+            WANT_K=wanted.k, WANT_V=wanted.v, WANT_TK=wanted.tk, WANT_TV=wanted.tv,
         )  # fmt: skip

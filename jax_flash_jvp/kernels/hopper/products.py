@@ -17,8 +17,8 @@ GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup
 
 @triton.constexpr_function
 def column_widths(channels):
-    """As `widths`, but one where that has 32 and 16, whose sums leave no registers for long tiles in newer Tritons, and above
-    128 that and the rest."""
+    """`widths`, with two exceptions.  Above 128 there are 128 and the rest.  32 and 16 become 64: in newer Tritons the sums of
+    two parts leave no registers for long tiles."""
     if channels > 128:
         return (128, *widths(channels - 128))
     return (64,) if 32 < channels <= 48 else widths(channels)
@@ -47,7 +47,7 @@ def parts(channels):
 
 @triton.constexpr_function
 def columns(channels):
-    """Of all parts."""
+    """The columns of all parts."""
     return sum(column_widths(channels))
 
 
@@ -127,7 +127,7 @@ def sum_product(p, rows, b_x, PART: gl.constexpr):
 
 @gluon.jit
 def own_columns(tile, w: gl.constexpr, SPLIT: gl.constexpr):
-    """Of a tile those of a warpgroup's sums: a part, where they are SPLIT, or all."""
+    """The columns of a tile that a warpgroup sums: a part, where they are SPLIT, or all."""
     if SPLIT:
         return (tile[w],)
     else:
@@ -156,7 +156,7 @@ def settled(b_x, p):
 
 @gluon.jit
 def settled_before(b_x, p, b_s, N: gl.constexpr):
-    """Those of `settled`, and a product issued after theirs, when the N issued after that one are in flight."""
+    """What `settled` returns, and a product issued after it, while the N issued after that one are in flight."""
     if len(b_x) == 1:
         b_0, p, b_s = warpgroup_mma_wait(N, deps=[b_x[0], p, b_s])
         return (b_0,), p, b_s
@@ -167,7 +167,7 @@ def settled_before(b_x, p, b_s, N: gl.constexpr):
 
 @gluon.jit
 def log2_sum_exp(b_lse):
-    """As in `portable/scores.py`."""
+    """The same as in `portable/scores.py`."""
     return gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
 
 
@@ -203,7 +203,7 @@ def rescaled_part(b_x, b_r):
 
 @gluon.jit
 def rescaled(b_x, b_r):
-    """As `scaled`, of numbers that are mostly one: a warp in whose rows they all are passes over the multiplications."""
+    """r x like `scaled`, with numbers r that are mostly one: a warp whose rows have only ones skips the multiplications."""
     return [rescaled_part(b_y, b_r) for b_y in b_x]
 
 
@@ -232,7 +232,7 @@ def halves(b_x):
 
 @gluon.jit
 def quarters(b_x):
-    """Of the columns, in order."""
+    """The four quarters of the columns, in order."""
     x_01, x_23 = halves(b_x)
     x_0, x_1 = halves(x_01)
     x_2, x_3 = halves(x_23)
@@ -258,7 +258,7 @@ def row_dot(b_x, b_y):
 
 @triton.constexpr_function
 def lane_layout():
-    """Of [GROUP_ROWS, 4]: each of the four threads that hold a row of a product has an element."""
+    """The layout of [GROUP_ROWS, 4]: each of the four threads that hold a row of a product has an element."""
     return gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [GROUP_ROWS, 4]
     )
@@ -373,6 +373,6 @@ def store_columns(X, stride, n, b_x, C: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def store_statistics(X, i_bh, row, L, b_x, LAYOUT: gl.constexpr):
-    """Of the rows of a warpgroup, in a contiguous [B, H, L] array."""
+    """Stores a number for each row of a warpgroup in a contiguous [B, H, L] array."""
     o_r = row + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
     gl.store(X + i_bh.to(gl.int64) * L + o_r, b_x, mask=o_r < L)

@@ -193,19 +193,19 @@ def first_block(COUNTER, ints):
 
 
 @gluon.jit
-def next_block(COUNTER, queue, at, ints):
+def next_block(COUNTER, queue, cursor, ints):
     """The producer's next number, which it sends to the warpgroups: n or more at the end, one for each program."""
     number = with_counter(COUNTER, ints.n + ints.concurrent - 1, TAKE)
-    wait(queue.empty, at)
-    queue.numbers.index(at.slot).store(number)
-    mbarrier.arrive(queue.full.index(at.slot), count=1)
-    return gl.max(number, 0), advance(at, QUEUED)
+    wait(queue.empty, cursor)
+    queue.numbers.index(cursor.slot).store(number)
+    mbarrier.arrive(queue.full.index(cursor.slot), count=1)
+    return gl.max(number, 0), advance(cursor, QUEUED)
 
 
 @gluon.jit
-def received_block(queue, at):
+def received_block(queue, cursor):
     """That of a warpgroup."""
-    wait(queue.full, at)
-    number = queue.numbers.index(at.slot).load(gl.BlockedLayout([1], [32], [4], [0]))
-    give_back(queue.empty, at)
-    return gl.max(number, 0), advance(at, QUEUED)
+    wait(queue.full, cursor)
+    number = queue.numbers.index(cursor.slot).load(gl.BlockedLayout([1], [32], [4], [0]))
+    give_back(queue.empty, cursor)
+    return gl.max(number, 0), advance(cursor, QUEUED)

@@ -61,8 +61,8 @@ def shared_layout(block, dtype: str):
 
 
 @gluon.jit
-def advance(at, SLOTS: gl.constexpr):
-    slot, phase = at
+def advance(cursor, SLOTS: gl.constexpr):
+    slot, phase = cursor
     slot += 1
     if slot == SLOTS:
         slot = 0
@@ -71,19 +71,19 @@ def advance(at, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def slot_before(at, N: gl.constexpr, SLOTS: gl.constexpr):
+def slot_before(cursor, N: gl.constexpr, SLOTS: gl.constexpr):
     """The slot that a cursor was at before it advanced N times."""
-    return gl.where(at.slot < N, at.slot + SLOTS - N, at.slot - N)
+    return gl.where(cursor.slot < N, cursor.slot + SLOTS - N, cursor.slot - N)
 
 
 @gluon.jit
-def wait(bars, at):
-    mbarrier.wait(bars.index(at.slot), at.phase)
+def wait(bars, cursor):
+    mbarrier.wait(bars.index(cursor.slot), cursor.phase)
 
 
 @gluon.jit
-def give_back(bars, at):
-    mbarrier.arrive(bars.index(at.slot), count=1)
+def give_back(bars, cursor):
+    mbarrier.arrive(bars.index(cursor.slot), count=1)
 
 
 @gluon.jit
@@ -145,15 +145,17 @@ def load(descs, i_b, i_h, row, bar, buffers, i, first: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
-def load_tile(descs, t_descs, i_b, i_h, row, memory, at, T: gl.constexpr, SLOTS: gl.constexpr, TANGENT: gl.constexpr):
+def load_tile(
+    descs, t_descs, i_b, i_h, row, memory, cursor, T: gl.constexpr, SLOTS: gl.constexpr, TANGENT: gl.constexpr
+):
     """T rows of an array, and below them in the same slot, if TANGENT, those of its tangent."""
-    bar = memory.full.index(at.slot)
-    wait(memory.empty, at)
+    bar = memory.full.index(cursor.slot)
+    wait(memory.empty, cursor)
     expect(bar, 2 if TANGENT else 1, descs)
-    load(descs, i_b, i_h, row, bar, memory.ring, at.slot, 0, T)
+    load(descs, i_b, i_h, row, bar, memory.ring, cursor.slot, 0, T)
     if TANGENT:
-        load(t_descs, i_b, i_h, row, bar, memory.ring, at.slot, T, T)
-    return advance(at, SLOTS)
+        load(t_descs, i_b, i_h, row, bar, memory.ring, cursor.slot, T, T)
+    return advance(cursor, SLOTS)
 
 
 @gluon.jit

@@ -89,7 +89,7 @@ class Sweep:
         return None if deterministic else "in any order"
 
     def _order_costs(self, dual: bool, blocks: int, rounds: int) -> float:
-        """Of the time, expected: of the blocks of a head that begin together each is a tile behind the one before it."""
+        """The part of the time that the order costs: of blocks of a head that begin together each is a tile behind the last."""
         together = min(blocks, (self.multiprocessors or 1) / HEADS_SHARING_L2.value)
         tile = STREAMED.value if dual else TILE.value
         tiles = self.seen / tile * self.group * (1 if self.alike else 0.5)  # of a block
@@ -108,7 +108,7 @@ class Sweep:
         return triton.cdiv(self.streamed, ring.tile) * self.group
 
     def length(self, ring: Ring) -> int:
-        """Of the loop over these, in rows."""
+        """The length of the loop over tiles, in rows."""
         return self.tiles(ring) * ring.tile
 
     def rounds(self, ring: Ring) -> Rounds:
@@ -148,7 +148,7 @@ class Sweep:
         return self.head_dim % config.SECTOR > 0 and self.length(ring) < config.DRIFT_BELOW
 
     def schedule(self, ring: Ring, written: int) -> Schedule:
-        """Of a kernel that writes so many arrays of rows."""
+        """The schedule of a kernel that writes so many arrays of rows."""
         if self.beside_transfers:
             return Schedule(self.blocks(ring), self.blocks(ring), self.blocks(ring), 0, "block")
         blocks, length, drifts = self.blocks(ring), self.length(ring), self.drifts(ring)

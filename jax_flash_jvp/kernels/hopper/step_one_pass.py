@@ -61,7 +61,7 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
 
 @gluon.jit
 def statistic_at(buffer, slot):
-    """Of streamed rows."""
+    """A statistic of the streamed rows, from shared memory."""
     layout: gl.constexpr = gl.SliceLayout(0, product_layout(buffer.shape[1]))
     return gl.expand_dims(buffer.index(slot).load(layout), 0)
 

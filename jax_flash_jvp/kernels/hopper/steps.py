@@ -1,8 +1,12 @@
 """What the steps of the backward have in common: a warpgroup's work on one tile of streamed rows.
 
-             resident a, c     streamed b, e
-key side     k, v              q, d_o            tiles [keys, queries]
-query side   q, d_o            k, v              tiles [queries, keys]
+Names are those of the key side.  On the query side queries play the part of keys, d_o that of values, and the other way round:
+
+             resident k_like, v_like    streamed q_like, do_like
+key side              k, v                       q, d_o             tiles [keys, queries]
+query side            q, d_o                     k, v               tiles [queries, keys]
+
+Names that are made of these leave "_like" out: dk is the gradient of k_like, tdk its tangent, tq_like the tangent of q_like.
 """
 
 from collections import namedtuple
@@ -17,11 +21,14 @@ from jax_flash_jvp.kernels.hopper.ring import advance, clean, give_back, matrix,
 from jax_flash_jvp.kernels.hopper.visibility import bits, clear_unseen, masked_scores
 
 # where it is: the first of the resident rows, its number, that in this loop and that of the loop's first, how many tiles the
-# warpgroup has seen; what is seen of it, and the bits of a mask; where a and c are, and a; the slots of b and of e and what these
-# hold, with tangents below, and each alone; that of the statistics
-Tile = namedtuple("Tile", "a_row j t t_first tick sight bits resident a b_at e_at bb ee b e tb te s_at")
-# gradients of a and c, their tangents, and row sums of dS and of ḋS
-Sums = namedtuple("Sums", "da dc tda tdc r tr")
+# warpgroup has seen; what is seen of it, and the bits of a mask; where the resident rows are, and k_like; the slots of q_like
+# and of do_like, what these hold, with tangents below, and each alone; the slot of the statistics
+Tile = namedtuple(
+    "Tile",
+    "resident_row j t t_first tick sight bits resident k_like q_at do_at q_pair do_pair q_like do_like tq_like tdo_like s_at",
+)
+# gradients of k_like and v_like, their tangents, and row sums of dS and of ḋS
+Sums = namedtuple("Sums", "dk dv tdk tdv r tr")
 # of the resident rows, if these are queries; whether their keys have much in common; the reciprocal of the scale
 Statistics = namedtuple("Statistics", "lse2 mu delta t_delta common per_scale")
 LSE2, MU, DELTA, T_DELTA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # places in shared memory
@@ -29,19 +36,22 @@ STAGES = gl.constexpr(2)  # of statistics there
 
 
 @gluon.jit
-def tile_at_hand(place, sight, b_at, s_at, resident, memory, MASKED: gl.constexpr, options):
-    """A `Tile`, with b or e itself where it has no tangent."""
+def tile_at_hand(place, sight, ring_at, s_at, resident, memory, MASKED: gl.constexpr, options):
+    """A `Tile`, with q_like or do_like itself where it has no tangent."""
     T: gl.constexpr = options.T
-    a_row, j, t, t_first, tick = place
-    b_bits = bits(a_row, j * T, sight, MASKED, options)
+    resident_row, j, t, t_first, tick = place
+    b_bits = bits(resident_row, j * T, sight, MASKED, options)
     resident = unfolded(resident, tick)
-    a = matrix(memory.a, resident)
-    e_at = advance(b_at, options.SLOTS)
-    bb, ee = matrix(memory.ring, b_at.slot), matrix(memory.ring, e_at.slot)
-    b, e = rows_from(bb, 0, T), rows_from(ee, 0, T)
-    tb = rows_from(bb, T, T) if options.USE_TB else b
-    te = rows_from(ee, T, T) if options.USE_TE else e
-    return Tile(a_row, j, t, t_first, tick, sight, b_bits, resident, a, b_at, e_at, bb, ee, b, e, tb, te, s_at)
+    k_like = matrix(memory.k_like, resident)
+    do_at = advance(ring_at, options.SLOTS)
+    q_pair, do_pair = matrix(memory.ring, ring_at.slot), matrix(memory.ring, do_at.slot)
+    q_like, do_like = rows_from(q_pair, 0, T), rows_from(do_pair, 0, T)
+    tq_like = rows_from(q_pair, T, T) if options.USE_TQ else q_like
+    tdo_like = rows_from(do_pair, T, T) if options.USE_TDO else do_like
+    return Tile(
+        resident_row, j, t, t_first, tick, sight, b_bits, resident, k_like, ring_at, do_at, q_pair, do_pair, q_like, do_like,
+        tq_like, tdo_like, s_at,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -49,23 +59,23 @@ def clean_tile(tile, memory, MASKED: gl.constexpr, options):
     """Zeros past the end of a sequence, and in rows that nobody sees."""
     if MASKED and (options.FEATURES.key_lengths if options.ROW else options.FEATURES.query_lengths):
         end = tile.sight.key_end if options.ROW else tile.sight.query_end
-        wait(memory.full, tile.b_at)
-        clean(tile.b, tile.j * options.T, end)
-        wait(memory.full, tile.e_at)
-        clean(tile.e, tile.j * options.T, end)
-        if options.USE_TB:
-            clean(tile.tb, tile.j * options.T, end)
-        if options.USE_TE:
-            clean(tile.te, tile.j * options.T, end)
+        wait(memory.full, tile.q_at)
+        clean(tile.q_like, tile.j * options.T, end)
+        wait(memory.full, tile.do_at)
+        clean(tile.do_like, tile.j * options.T, end)
+        if options.USE_TQ:
+            clean(tile.tq_like, tile.j * options.T, end)
+        if options.USE_TDO:
+            clean(tile.tdo_like, tile.j * options.T, end)
     if MASKED == 2:
-        others = others_of_streamed(tile.a_row, tile.sight, options)
-        wait(memory.full, tile.b_at)
-        wait(memory.full, tile.e_at)
-        tiles = (tile.b, tile.e)
-        if options.USE_TB:
-            tiles = tiles + (tile.tb,)
-        if options.USE_TE:
-            tiles = tiles + (tile.te,)
+        others = others_of_streamed(tile.resident_row, tile.sight, options)
+        wait(memory.full, tile.q_at)
+        wait(memory.full, tile.do_at)
+        tiles = (tile.q_like, tile.do_like)
+        if options.USE_TQ:
+            tiles = tiles + (tile.tq_like,)
+        if options.USE_TDO:
+            tiles = tiles + (tile.tdo_like,)
         clear_unseen(tiles, tile.j * options.T, others, options.ROW, options.FEATURES)
 
 
@@ -83,19 +93,19 @@ def end_turn(w: gl.constexpr, memory, options):
 
 @gluon.jit
 def slot_of_tile_before(tile, options):
-    """That of b, which is still needed where products are DEFERRED; of the first tile its own."""
-    return gl.where(tile.t > tile.t_first, slot_before(tile.b_at, 2, options.SLOTS), tile.b_at.slot)
+    """That of q_like, which is still needed where products are DEFERRED; of the first tile its own."""
+    return gl.where(tile.t > tile.t_first, slot_before(tile.q_at, 2, options.SLOTS), tile.q_at.slot)
 
 
 @gluon.jit
 def columns_of(slot, w: gl.constexpr, memory, options):
-    """Of the b in a slot the columns of the warpgroup's sums."""
+    """The columns that a warpgroup sums, of the q_like in a slot."""
     return own_columns(rows_from(matrix(memory.ring, slot), 0, options.T), w, options.SPLIT)
 
 
 @gluon.jit
 def statistic(of_resident, KIND: gl.constexpr, tile, memory, options):
-    """Of the resident rows, or else of the streamed ones, from shared memory."""
+    """A statistic of the resident rows if ROW, or else of the streamed ones, from shared memory."""
     if options.ROW:
         return of_resident
     else:
@@ -106,26 +116,26 @@ def statistic(of_resident, KIND: gl.constexpr, tile, memory, options):
 @gluon.jit
 def probabilities(b_s, lse2, seen, tile, scale, MASKED: gl.constexpr, options):
     """p = exp(s − ℓ), zero where nothing is seen."""
-    b_s = masked_scores(b_s, seen, tile.bits, tile.a_row, tile.j * options.T, tile.sight, MASKED, options)
+    b_s = masked_scores(b_s, seen, tile.bits, tile.resident_row, tile.j * options.T, tile.sight, MASKED, options)
     return gl.exp2(b_s * (scale * LOG2E) - lse2)
 
 
 @gluon.jit
-def with_row_sums(b_r, b_ds, of_rows, tile, dtype: gl.constexpr):
+def with_row_sums(b_r, b_ds, row_stats, tile, dtype: gl.constexpr):
     """If keys have much in common."""
-    if unfolded(of_rows.common, tile.tick):  # tested here, as the loop must not wait for it to be loaded
+    if unfolded(row_stats.common, tile.tick):  # tested here, as the loop must not wait for it to be loaded
         b_r += lane_sums(b_ds, dtype)
     return b_r
 
 
 @gluon.jit
 def give_back_tile(tile, memory, options):
-    """All of it, but b where a product with it is DEFERRED.  Returns where the next tile is in the rings."""
+    """All of it, but q_like where a product with it is DEFERRED.  Returns where the next tile is in the rings."""
     s_at = tile.s_at
     if not options.ROW:
         give_back(memory.s_empty, s_at)
         s_at = advance(s_at, STAGES)
     if not options.DEFERRED:
-        give_back(memory.empty, tile.b_at)
-    give_back(memory.empty, tile.e_at)
-    return advance(tile.e_at, options.SLOTS), s_at
+        give_back(memory.empty, tile.q_at)
+    give_back(memory.empty, tile.do_at)
+    return advance(tile.do_at, options.SLOTS), s_at

@@ -10,12 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout
 from jax_flash_jvp.kernels.hopper.ring import row_layout
 from jax_flash_jvp.kernels.portable import visibility
+from jax_flash_jvp.kernels.portable.visibility import MaskReader
 
 words = gluon.jit(visibility.words.fn)
 # arrays that say what is seen, as far as there are any
 Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS RANGES TILES")
-# of a batch entry and query head: lengths, reach to both sides, the sizes of segments and mask, and these
-MaskReader = namedtuple("MaskReader", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS ranges mask blocks")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
 Bounds = namedtuple("Bounds", "start first whole stop")
 # numbers of whole tiles, then of masked ones, and which these are: a list, or the tiles from `list_at` on (`span`); of a list of
@@ -87,9 +86,9 @@ def clamped(i, n):
 
 @gluon.jit
 def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
-    """Of the tiles that a block visits in the i_g-th of a group of heads, those of this fragment, whose tiles are the
-    whole ones of all heads, then the masked ones; where there is no list of tiles and nothing but the ragged end is masked.
-    FROM_ZERO: of a side that masks none, as loops that begin there, which takes a register less where the number of a tile is
+    """The tiles of this fragment that a block visits in the i_g-th of a group of heads.  A fragment has the whole tiles of all
+    heads first, then the masked ones.  There is no list of tiles, and nothing but the ragged end is masked.
+    FROM_ZERO: the side masks nothing, and its loops begin at zero.  That takes a register less where the number of a tile is
     not needed."""
     _, plain, _, masked, list_at, whole_first, whole_end = visits
     before_plain = i_g * plain
@@ -122,7 +121,7 @@ def key_bounds(row, ROWS: gl.constexpr, key_end, ints, FEATURES: gl.constexpr):
 
 @gluon.jit
 def head_slice(X, i_b, i_h, ints, size, AXES: gl.constexpr):
-    """As in `portable/scores.py`."""
+    """The same as in `portable/scores.py`."""
     HQ, GROUP = ints.HQ, ints.GROUP
     i = i_b * 0
     if AXES.heads:
@@ -136,7 +135,7 @@ def head_slice(X, i_b, i_h, ints, size, AXES: gl.constexpr):
 
 @gluon.jit
 def n_blocks(LQ, LK, FEATURES: gl.constexpr):
-    """Of a mask's queries and keys."""
+    """The number of a mask's blocks of queries, and of keys."""
     ROWS: gl.constexpr = FEATURES.mask_rows
     COLUMNS: gl.constexpr = FEATURES.mask_columns
     return gl.cdiv(LQ, ROWS), gl.cdiv(LK, COLUMNS)
@@ -180,7 +179,7 @@ def selected(block, i_h, call, options):
 
 @gluon.jit
 def of_loop(visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
-    """Those of the masked tiles that have no rows that nobody sees, or, if MASKED is 2, that do."""
+    """The visits of one loop: masked tiles without rows that nobody sees, or, if MASKED is 2, those with such rows."""
     plain_first, plain_end, masked_first, masked_end, start, first, end = visits
     if MASKED == 2:
         return Visits(plain_first, plain_end, first, masked_end, start, first, end)

@@ -42,7 +42,7 @@ SCORE_PROGRAMS = 8  # of the gradient of a bias, for each multiprocessor, which 
 
 
 def axes_of(array: Any, query_heads: int, key_heads: int) -> Axes:
-    """Of an array [1|B, 1|K|N, 1|T, 1|S, …], or None."""
+    """The axes of an array [1|B, 1|K|N, 1|T, 1|S, …], or of None."""
     if array is None:
         return Axes()
     b, h, t, s = array.shape[:4]
@@ -90,7 +90,7 @@ def heads_as_rows(x: Operands, features: Features) -> bool:
 
 
 class KeyMeans(NamedTuple):
-    """Of each head of keys, or of each row of scores."""
+    """The mean key of each head of keys, or of each row of scores."""
 
     mean: Any
     t_mean: Any  # of the tangents; None without these
@@ -98,7 +98,7 @@ class KeyMeans(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """Of each row of scores."""
+    """Statistics of each row of scores."""
 
     lse2: Any  # ℓ in base 2
     delta: Any
@@ -135,8 +135,8 @@ class PortableCall:
             scale=float(problem.scale), cap=float(problem.soft_cap or 0), rate=float(problem.dropout_rate), **self.sizes,
             **self.reach,
         )  # fmt: skip
-        of_rows = not self.features.sees_all or self.key_length >= ROW_MEANS_FROM
-        self.row_means = of_rows and self.dtype != "float32" and not problem.partial
+        row_means_pay = not self.features.sees_all or self.key_length >= ROW_MEANS_FROM
+        self.row_means = row_means_pay and self.dtype != "float32" and not problem.partial
         self.of_means = dataclasses.replace(self.features, row_means=self.row_means)  # for kernels that know of them
         self.bias = self.padded(x.bias)
         self.selection = dict(
@@ -157,7 +157,7 @@ class PortableCall:
             self.constants.update({f"s_{name}": sequence, f"UNIT_{name.upper()}": unit})
 
     def result_dtype(self, array: Any) -> str:
-        """Of what is like this array."""
+        """The dtype of a result that is like this array."""
         return "float32" if self.problem.partial else dtype_of(array)
 
     @property
@@ -169,7 +169,7 @@ class PortableCall:
         return tuple(0 if n == 1 else s for n, s in zip(array.shape[:3], self.launcher.strides(array)[:3], strict=True))
 
     def rounded(self, arrays) -> tuple:
-        """As the operands of products: tensor cores would cut float32 down to TF32, towards zero."""
+        """The arrays as operands of products.  Tensor cores would cut float32 down to TF32, towards zero."""
         if self.dtype != "float32" or self.problem.precision != "tf32":
             return tuple(arrays)
         return tuple(None if a is None else self.launcher.round_to_tf32(a) for a in arrays)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-TOGETHER = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
+HEADS_SHARING_L2 = tl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
 # What kernels take by number.  From PyTorch they would be compiled again for each mixture of those that are multiples of 16, from
 # JAX for none; what they make use of is in FEATURES, see `aligned`.
 INTEGERS = (
@@ -33,8 +33,8 @@ def own_block(n_blocks, n_shares, FROM_END: tl.constexpr, FEATURES: tl.constexpr
         i = i // n_shares
         n = n // n_shares
     if FEATURES.later_longer:
-        first = i // (TOGETHER * n_blocks) * TOGETHER
-        heads = tl.minimum(n // n_blocks - first, TOGETHER)
+        first = i // (HEADS_SHARING_L2 * n_blocks) * HEADS_SHARING_L2
+        heads = tl.minimum(n // n_blocks - first, HEADS_SHARING_L2)
         i -= first * n_blocks
         block = i // heads
         if FROM_END:
@@ -55,8 +55,8 @@ def rows_before(i_share, n_blocks, n_shares, LQ, FEATURES: tl.constexpr):
 
 @triton.constexpr_function
 def widths(channels):
-    """Of the blocks that hold a row of so many channels, powers of two as products want: one, or two where that is narrower;
-    of wide rows 64 each, for as operands they would crowd the registers."""
+    """The widths of the blocks that hold a row of so many channels: powers of two, as products want.  There is one, or two where
+    these are narrower together.  Wide rows have blocks of 64: wider operands would crowd the registers."""
     if channels > 128:
         blocks, rest = [64] * (channels // 64), channels % 64
     else:
@@ -123,7 +123,7 @@ def load_rows(X, row, stride, o_r, L, D: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_if(PRESENT: tl.constexpr, b_x, X, row, stride, o_r, end, D: tl.constexpr, MASKED: tl.constexpr):
-    """As `load_rows`, or b_x, which nobody reads, where there is no such array."""
+    """What `load_rows` loads, or b_x, which nobody reads, where there is no such array."""
     if PRESENT:
         return load_rows(X, row, stride, o_r, end, D, MASKED)
     else:

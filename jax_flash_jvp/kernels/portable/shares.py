@@ -21,13 +21,13 @@ from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output
 from jax_flash_jvp.kernels.portable.scores import INTEGERS, LN2, LOG2E
 
 MULTIPROCESSORS = 132  # where their number is not known
-BLOCK, TOGETHER = 64, 32  # elements of a program, and shares that it reads at a time
+BLOCK, SHARES_AT_ONCE = 64, 32  # elements of a program, and shares that it reads at a time
 ROWS, FEW = 1, 32  # rows that are merged by a program, and shares that it reads at a time
 
 
 def number(launcher: Launcher, programs: int, each: int, steps: int, least: int, floats: int, most_bytes: float) -> int:
-    """Of shares, so that `each` multiprocessor has so many programs: of `programs` without shares, of which each takes `steps`,
-    `least` in a share, and so many `floats` in the results of one share; these have `most_bytes` together."""
+    """How many shares give a multiprocessor `each` programs.  Without shares there are `programs`, each with `steps`.  A share
+    has `least` steps or more.  The results of one are `floats` numbers, those of all at most `most_bytes`."""
     wanted = each * (launcher.multiprocessors or MULTIPROCESSORS) // programs
     return max(1, min(wanted, steps // least, int(most_bytes / (4 * floats))))
 
@@ -38,7 +38,7 @@ def added(launcher: Launcher, shares: Any, dtype: str) -> Any:
     n = math.prod(shape)
     launch = Launch(
         sum_shares, triton.cdiv(n, BLOCK), dict(SHARES=shares), dict(n=n, n_shares=n_shares),
-        dict(SUM=Output(tuple(shape), dtype)), dict(BLOCK=BLOCK, TOGETHER=TOGETHER), num_warps=4, num_stages=1,
+        dict(SUM=Output(tuple(shape), dtype)), dict(BLOCK=BLOCK, SHARES_AT_ONCE=SHARES_AT_ONCE), num_warps=4, num_stages=1,
     )  # fmt: skip
     return launcher.launch(launch)["SUM"]
 
@@ -60,12 +60,12 @@ def merged(launcher: Launcher, got: dict[str, Any], outputs: dict[str, Output | 
 
 
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
-def sum_shares(SHARES, n, n_shares, SUM, BLOCK: tl.constexpr, TOGETHER: tl.constexpr):
+def sum_shares(SHARES, n, n_shares, SUM, BLOCK: tl.constexpr, SHARES_AT_ONCE: tl.constexpr):
     o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_x = o_x < n
     b_sum = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, n_shares, TOGETHER):
-        o_s = first + tl.arange(0, TOGETHER)
+    for first in range(0, n_shares, SHARES_AT_ONCE):
+        o_s = first + tl.arange(0, SHARES_AT_ONCE)
         p_x = SHARES + o_s[:, None].to(tl.int64) * n + o_x[None, :]
         b_sum += tl.sum(tl.load(p_x, mask=(o_s < n_shares)[:, None] & m_x[None, :], other=0.0), 0)
     tl.store(SUM + o_x, b_sum.to(SUM.dtype.element_ty), mask=m_x)

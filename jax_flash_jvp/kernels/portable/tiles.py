@@ -165,7 +165,7 @@ def find(job: str, head_dim: int, dtype: str, precision: str, target: int | str)
 
 
 def kind_of(dtype: str, precision: str) -> str:
-    """Of products: which tables serve them."""
+    """The kind of products: which tables serve them."""
     return "half" if dtype in ("float16", "bfloat16") else precision
 
 
@@ -174,7 +174,7 @@ def row_of(job: str, kind: str, target: int) -> tuple[tuple, ...]:
 
 
 def column_of(row: tuple[tuple, ...], head_dim: int) -> int:
-    """Of a tile in that row; one past its end where it has none."""
+    """The column of a tile in that row; one past the end where it has none."""
     columns = HEAD_DIMS_AND_96 if len(row) == len(HEAD_DIMS_AND_96) else HEAD_DIMS
     return next(i for i, most in enumerate(columns) if head_dim <= most)
 
@@ -201,7 +201,7 @@ def short(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str) ->
 
 
 def rows_for(length: int) -> int:
-    """Of a block that holds so many."""
+    """The rows of a block that holds so many."""
     return max(16, 1 << (length - 1).bit_length())
 
 
@@ -222,8 +222,8 @@ def fitted(tile: Tile, job: str, queries: int, keys: int, least: int = 16) -> Ti
 
 
 def least_rows(precision: str, head_dim: int) -> int:
-    """Of the result, for `fitted`.  Three products of more than 32 channels spill but with the instructions for 64 rows, which
-    read one operand from shared memory.  (Compiled ahead of time, not measured.)"""
+    """The least rows of the result, for `fitted`.  Three products of more than 32 channels spill, except with the instructions
+    for 64 rows, which read one operand from shared memory.  (Compiled ahead of time, not measured.)"""
     return 64 if precision == "tf32x3" and 32 < padded(head_dim) <= HEAD_DIMS[0] else 16
 
 

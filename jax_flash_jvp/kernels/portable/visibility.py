@@ -6,21 +6,26 @@ alone bounds the loops (`key_bounds`, `query_bounds`); segments, ranges and mask
 `list_tiles`).
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
 from jax_flash_jvp.kernels.portable.scores import INTEGERS, aligned, head_slice, lengths, load_scores, matrix
 
+# of a batch entry and query head: lengths, reach to both sides, the sizes of segments and mask, and these
+MaskReader = namedtuple("MaskReader", "query_end key_end left right LQ LK Q_SEGMENTS K_SEGMENTS ranges mask blocks")
+
 
 @triton.jit
 def words(L, WORD: tl.constexpr):
-    """Those of a row of L bits, see `pack`."""
+    """The number of words in a row of L bits, see `pack`."""
     return (L + 4 * WORD - 1) // (4 * WORD) * 4
 
 
 @triton.constexpr_function
 def bits_of(pointers):
-    """Those of the integers that they point to."""
+    """The number of bits in the integers that they point to."""
     return pointers.element_ty.primitive_bitwidth
 
 
@@ -32,7 +37,7 @@ def block_size(features, of_keys):
 
 @triton.jit
 def n_blocks(LQ, LK, FEATURES: tl.constexpr):
-    """Of a mask's queries and keys."""
+    """The number of a mask's blocks of queries, and of keys."""
     ROWS: tl.constexpr = FEATURES.mask_rows
     COLUMNS: tl.constexpr = FEATURES.mask_columns
     return tl.cdiv(LQ, ROWS), tl.cdiv(LK, COLUMNS)
@@ -61,7 +66,7 @@ def mask_of(MASK, BLOCKS, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY: tl.constexpr, FEA
 
 @triton.jit
 def first_word(blocks, o_r, column, LQ, LK, WORD: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr):
-    """Of the rows o_r of a packed mask, the number of the four words that have the bit of a column."""
+    """The first of the four words that have the bit of a column, for the rows o_r of a packed mask."""
     OWN: tl.constexpr = block_size(FEATURES, BY_KEY)
     OTHER: tl.constexpr = block_size(FEATURES, not BY_KEY)
     if FEATURES.mask_pages:
@@ -123,21 +128,21 @@ def in_ranges(ranges, o_m, first, last, LQ, FEATURES: tl.constexpr):
 @triton.jit
 def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
     """Which of the keys o_n the queries o_m see.  `first`: the first of those along the columns of the result."""
-    LQ, LK, query_end, key_end, left, right, Q_SEGMENTS, K_SEGMENTS, ranges, mask, blocks = sight
+    LQ, LK, mask, blocks = sight.LQ, sight.LK, sight.mask, sight.blocks
     o_q = o_m * 0 if FEATURES.one_query else o_m
     if FEATURES.right:
-        b_seen = (o_n < key_end) & (o_n <= o_q + right)
+        b_seen = (o_n < sight.key_end) & (o_n <= o_q + sight.right)
     else:
-        b_seen = (o_n < key_end) & (o_m >= 0)
+        b_seen = (o_n < sight.key_end) & (o_m >= 0)
     if FEATURES.left:
-        b_seen &= o_n >= o_q - left
+        b_seen &= o_n >= o_q - sight.left
     if FEATURES.lengths:
-        b_seen &= o_m < query_end
+        b_seen &= o_m < sight.query_end
     if FEATURES.segments:
-        b_queries = tl.load(Q_SEGMENTS + o_m, mask=o_m < LQ, other=0)
-        b_seen &= b_queries == tl.load(K_SEGMENTS + o_n, mask=o_n < LK, other=0)
+        b_queries = tl.load(sight.Q_SEGMENTS + o_m, mask=o_m < LQ, other=0)
+        b_seen &= b_queries == tl.load(sight.K_SEGMENTS + o_n, mask=o_n < LK, other=0)
     if FEATURES.ranges.present:
-        b_seen &= in_ranges(ranges, o_m, o_n, o_n, LQ, FEATURES)
+        b_seen &= in_ranges(sight.ranges, o_m, o_n, o_n, LQ, FEATURES)
     if FEATURES.mask.matrix:
         if bits_of(mask.dtype) == 32:
             b_seen &= bits_of_long_words(mask, blocks, o_m, o_n, LQ, LK, FEATURES)
@@ -296,7 +301,7 @@ def tile_list(TILES, i_b, i_h, HQ, GROUP, i_block, n_blocks, n_tiles, FEATURES: 
 
 @triton.jit
 def ranges_of(RANGES, i_b, i_h, HQ, GROUP, LQ, FEATURES: tl.constexpr):
-    """Those of this batch entry and query head."""
+    """The ranges of this batch entry and query head."""
     RANGES_AXES: tl.constexpr = FEATURES.ranges
     size = tl.full([], 1, tl.int64) * LQ * (2 * FEATURES.intervals)
     return head_slice(RANGES, i_b, i_h, HQ, GROUP, size, RANGES_AXES)
@@ -448,7 +453,7 @@ def where_seen(b_x, o_m, o_n, first, sight, PHASE: tl.constexpr, FEATURES: tl.co
 
 @triton.jit
 def in_words(b_x, AXIS: tl.constexpr, WORD: tl.constexpr):
-    """Of 0 and 1 along an axis the bits of words."""
+    """Words whose bits are the 0 and 1 along an axis."""
     M: tl.constexpr = b_x.shape[0]
     N: tl.constexpr = b_x.shape[1]
     o_i = tl.arange(0, WORD // 2) * 2
@@ -565,12 +570,12 @@ def selected(
     BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
     i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """(bias, its tangent, what `visible` reads, what `kept` hashes) of this batch entry and query head."""
+    """(bias, its tangent, a `MaskReader`, what `kept` hashes) of this batch entry and query head."""
     BIAS_AXES: tl.constexpr = FEATURES.bias
     bias = matrix(BIAS, i_b, i_h, HQ, GROUP, LQ, LK, BIAS_AXES)
     t_bias = matrix(TBIAS, i_b, i_h, HQ, GROUP, LQ, LK, BIAS_AXES)
     mask, blocks = mask_of(MASK, BLOCKS, i_b, i_h, HQ, GROUP, LQ, LK, BY_KEY, FEATURES)
     ranges = ranges_of(RANGES, i_b, i_h, HQ, GROUP, LQ, FEATURES)
-    segments = (Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK)
-    sight = (LQ, LK, query_end, key_end, left, right, segments[0], segments[1], ranges, mask, blocks)
+    q_segments, k_segments = Q_SEGMENTS + i_b * LQ, K_SEGMENTS + i_b * LK
+    sight = MaskReader(query_end, key_end, left, right, LQ, LK, q_segments, k_segments, ranges, mask, blocks)
     return bias, t_bias, sight, seeds(SEED, i_b, i_h, FEATURES)
