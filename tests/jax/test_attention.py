@@ -549,7 +549,7 @@ def test_only_the_batch_may_be_symbolic():
     with pytest.raises(ValueError, match="'interpret' does not serve a symbolic batch"):
         jax.export.export(jax.jit(lambda *x: dot_product_attention(*x, implementation="interpret")))(*fixed)
     with pytest.raises(
-        ValueError, match=r"only the batch may be a symbol: got query .*; export the function once for each"
+        ValueError, match=r"only the batch of a symbolic shape .* got query .*; export the function once for each"
     ):
         export(*of_shape(B, length))
 

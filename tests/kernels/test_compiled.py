@@ -137,6 +137,6 @@ def test_lowering_for_a_gpu_where_that_cannot_be(monkeypatch, caplog):
         kernels.trace(q).lower(lowering_platforms=("cuda",))
     exported = jax.export.export(function, platforms=("cpu", "cuda"))(q)
     assert "cannot be compiled here" in caplog.text
-    assert "on the GPU that this is for, the tiled reference will compute it" in caplog.text
+    assert "the exported program will run the tiled reference on its GPU" in caplog.text
     np.testing.assert_array_equal(exported.call(q), function(q))
     assert os.environ["TRITON_CACHE_DIR"] == "a place of the user's"

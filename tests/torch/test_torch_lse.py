@@ -205,7 +205,7 @@ def test_errors_of_flash_attn(kind, text, arguments):
 def test_a_bias_is_given_once_and_first():
     with pytest.raises(TypeError, match="`causal` must not be given twice"):
         torch_bridge.flash_attn_func(F, F, F, None, True, causal=False)
-    with pytest.raises(TypeError, match="got 3 more"):
+    with pytest.raises(TypeError, match="got 3 arguments"):
         torch_bridge.flash_attn_func(F, F, F, None, True, 0.3, (1, 1))
     with pytest.raises(TypeError, match="`return_lse` must be True or False"):
         sdpa(F, F, F, return_lse="yes")
