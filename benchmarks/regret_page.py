@@ -84,7 +84,7 @@ def _of_run(run: Run) -> list[str]:
         f"**{len(losses)} of {len(rows)} are losses: the default takes more than {LOSS} times the best other.**"
     )
     if losses:
-        head = "| ratio | call | job | default, ms | best other, ms |\n|---|---|---|---|---|\n"
+        head = "| ratio | call | derivative | default, ms | best other, ms |\n|---|---|---|---|---|\n"
         line = "| **{0.ratio:.2f}** | {0.call} | {0.job} | {0.milliseconds:.3g} | {0.best} {0.best_milliseconds:.3g} |"
         parts.append(head + "\n".join(map(line.format, losses)))
     jobs, names = (list(dict.fromkeys(row[i] for row in rows)) for i in (2, 1))

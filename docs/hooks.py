@@ -74,7 +74,7 @@ def _regret(pattern: str) -> str:
     paths = sorted(ROOT.glob(pattern))
     if not paths:
         return f"No run is saved in `{pattern}`."
-    return f"![Ratio of each call and job](images/regret.svg)\n\n{regret_page.tables(regret_page.read(paths))}"
+    return f"![Ratio of each call and derivative](images/regret.svg)\n\n{regret_page.tables(regret_page.read(paths))}"
 
 
 def _table(path: pathlib.Path, job: str) -> str:
