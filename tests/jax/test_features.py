@@ -481,7 +481,7 @@ MUTANTS = {
     "cap-without-curvature": (backward, "(2.0 * scale / cap)", "(0.0 * scale / cap)", "soft-cap"),
     "bias-without-tangent": (scores, "b_ts += load_scores(t_bias", "b_ts += 0.0 * load_scores(t_bias", "bias"),
     "bias-gradient-without-tangent": (bias, "b_tds += b_ds * (b_w", "b_tds += 0.0 * b_ds * (b_w", "bias"),
-    "window-by-one": (visibility, "o_n >= o_q - left", "o_n > o_q - left", "window-left"),
+    "window-by-one": (visibility, "o_n >= o_q - sight.left", "o_n > o_q - sight.left", "window-left"),
     "window-stops-early": (visibility, "i_n * BN + BN + left", "i_n * BN + left", "long-window"),
     "segments-of-keys": (visibility, "b_seen &= b_queries == tl", "b_seen &= b_queries >= tl", "segments"),
     "tile-not-listed": (visibility, "mask=o_t < n_tiles, other", "mask=o_t < n_tiles - 1, other", "mask"),

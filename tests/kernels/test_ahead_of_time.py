@@ -176,7 +176,8 @@ def test_few_queries(kind, head_dim, queries, capability):
 
 @pytest.mark.thorough
 def test_one_compilation_for_all_lengths(monkeypatch):
-    """Also of arrays with the heads' axis first, of which the strides of heads grow with the length."""
+    """Also of arrays with the heads' axis first, of which the strides of heads grow with the length.  `key_means` alone is
+    compiled anew up to 2,048 keys, where fewer warps read them."""
 
     def heads_first(recorder, array):
         _, length, heads, head_dim = array.shape
@@ -196,7 +197,7 @@ def test_one_compilation_for_all_lengths(monkeypatch):
         return [constants for *_, constants, _ in recorder.launches]
 
     monkeypatch.setattr(Recorder, "strides", heads_first)
-    assert constants(1024) == constants(1536)
+    assert constants(2560) == constants(3584)
 
 
 @pytest.mark.parametrize("family", [jobs, hopper], ids=["portable", "hopper"])
