@@ -17,8 +17,8 @@ from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 GROUP = GROUP_ROWS.value  # resident rows of a consumer warpgroup
 WIDTHS = (32, 64, 96, 128, 192, 256)
-WARPS = 4  # of the first warpgroup; the kernels themselves redistribute registers among all of them
-REGISTERS = {2: 168, 3: 128}  # of a thread, by consumer warpgroups
+WARPS = 4  # of the first warpgroup
+REGISTERS = {2: 168, 3: 128}  # of a thread, by consumer warpgroups; `skeleton.py` divides them anew among all warps
 
 
 def width_of(head_dim: int) -> int:

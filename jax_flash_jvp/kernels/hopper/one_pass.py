@@ -109,7 +109,7 @@ def produce(arrays, memory, call, options):
 
 
 @gluon.jit
-def clean_resident(w: gl.constexpr, n, a_start, others, memory, options):
+def clean_resident(w: gl.constexpr, n, resident_row, others, memory, options):
     """Zeros for a warpgroup's rows of k and v from the n-th on, and for those that nobody sees, which may hold anything: all make
     dq of them."""
     if options.FEATURES.key_lengths:
@@ -123,7 +123,7 @@ def clean_resident(w: gl.constexpr, n, a_start, others, memory, options):
             resident = (matrix(memory.k, w), matrix(memory.v, w))
             if options.DUAL:
                 resident = resident + (matrix(memory.tk, w), matrix(memory.tv, w))
-            clear_unseen(resident, a_start, others, True, options.FEATURES)
+            clear_unseen(resident, resident_row, others, True, options.FEATURES)
     fence_async_shared()
     mbarrier.arrive(memory.cleaned.index(0), count=1)
     mbarrier.wait(memory.cleaned.index(0), 0)
@@ -153,7 +153,7 @@ def consume(w: gl.constexpr, memory, call, options):
     steps: gl.constexpr = step_one_pass_dual if options.DUAL else step_one_pass
     ints, selection = call.ints, call.selection
     block = block_of(gl.program_id(0), ints, selection, options)
-    a_start = (block.i_block * options.GROUPS + w) * GROUP_ROWS
+    resident_row = (block.i_block * options.GROUPS + w) * GROUP_ROWS
     totals = first_sums(options)
     ds = products.operand(gl.zeros([GROUP_ROWS, options.T], memory.ds.dtype, product_layout(options.T)))
     others = 0
@@ -162,7 +162,7 @@ def consume(w: gl.constexpr, memory, call, options):
     mbarrier.wait(memory.k_full.index(0), 0)
     mbarrier.wait(memory.v_full.index(0), 0)
     if options.FEATURES.key_lengths or options.FEATURES.ranges.present:
-        clean_resident(w, block.key_end - a_start, a_start, others, memory, options)
+        clean_resident(w, block.key_end - resident_row, resident_row, others, memory, options)
     countdown = options.LAG + w
     if options.CORRECTED:
         countdown += gl.load(call.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_resident) * adding.COMMON_KEYS
@@ -175,7 +175,9 @@ def consume(w: gl.constexpr, memory, call, options):
             j = adding.tile_of(t, visits, options)
             masked = adding.is_masked(t, visits, options)
             unseen = t - visits.plain_end >= visits.whole_first
-            ds, totals = steps.step(i, j, masked, unseen, w, a_start, sight, ds, totals, memory, call.scale, options)
+            ds, totals = steps.step(
+                i, j, masked, unseen, w, resident_row, sight, ds, totals, memory, call.scale, options
+            )
             countdown = adding.make_dq_in_turn(steps.make_dq, i, countdown, w, memory, options)
             i += 1
     totals = steps.last_product(i, ds, totals, memory, options)
@@ -194,20 +196,20 @@ def consume(w: gl.constexpr, memory, call, options):
 def write_block(block, w: gl.constexpr, totals, call, options):
     r_l: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
     HK = call.ints.HQ // call.ints.GROUP
-    a_start = (block.i_block * options.GROUPS + w) * GROUP_ROWS
-    o_a = a_start + gl.arange(0, GROUP_ROWS, layout=r_l)
+    resident_row = (block.i_block * options.GROUPS + w) * GROUP_ROWS
+    o_resident = resident_row + gl.arange(0, GROUP_ROWS, layout=r_l)
     b_scale = gl.full([GROUP_ROWS], call.scale, gl.float32, r_l)
     ready = ()
     for I in gl.static_range(len(totals)):
         ready = ready + (products.scaled(totals[I], b_scale) if I % 2 == 0 else totals[I],)
     if options.FEATURES.key_lengths:
-        ready = [products.zeroed(b_x, o_a >= block.key_end) for b_x in ready]
+        ready = [products.zeroed(b_x, o_resident >= block.key_end) for b_x in ready]
     for I in gl.static_range(0, len(totals), 2):
         products.store_rows(
-            call.results[I + 1], block.i_b, block.i_resident, HK, a_start, call.ints.LK, ready[I + 1], options.C
+            call.results[I + 1], block.i_b, block.i_resident, HK, resident_row, call.ints.LK, ready[I + 1], options.C
         )
         products.store_rows(
-            call.results[I], block.i_b, block.i_resident, HK, a_start, call.ints.LK, ready[I], options.C
+            call.results[I], block.i_b, block.i_resident, HK, resident_row, call.ints.LK, ready[I], options.C
         )
 
 

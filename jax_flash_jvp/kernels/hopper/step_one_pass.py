@@ -67,22 +67,22 @@ def statistic_at(buffer, slot):
 
 
 @gluon.jit
-def masked_scores(b_s, j, masked, a_start, sight, options):
+def masked_scores(b_s, j, masked, resident_row, sight, options):
     """Scores, −∞ where a key is hidden."""
     if options.RAGGED:  # P of keys that do not exist could be anything, infinite too, and would reach dq
-        if a_start + GROUP_ROWS > sight.key_end:
-            o_a = a_start + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, product_layout(options.T)))
-            b_s = gl.where(gl.expand_dims(o_a < sight.key_end, 1), b_s, -float("inf"))
+        if resident_row + GROUP_ROWS > sight.key_end:
+            o_resident = resident_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, product_layout(options.T)))
+            b_s = gl.where(gl.expand_dims(o_resident < sight.key_end, 1), b_s, -float("inf"))
     if options.HAS_MASKED:
         if masked:
-            b_bits = visibility.bits(a_start, j * options.T, sight, True, options)
-            seen = visibility.loaded_visibility(a_start, j * options.T, sight, True, options)
-            b_s = visibility.masked_scores(b_s, seen, b_bits, a_start, j * options.T, sight, True, options)
+            b_bits = visibility.bits(resident_row, j * options.T, sight, True, options)
+            seen = visibility.loaded_visibility(resident_row, j * options.T, sight, True, options)
+            b_s = visibility.masked_scores(b_s, seen, b_bits, resident_row, j * options.T, sight, True, options)
     return b_s
 
 
 @gluon.jit
-def step(i, j, masked, unseen, w: gl.constexpr, a_start, sight, ds, sums, memory, scale, options):
+def step(i, j, masked, unseen, w: gl.constexpr, resident_row, sight, ds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ds."""
     DEFERRED: gl.constexpr = options.FEATURES.deferred
     LATE_DP: gl.constexpr = options.FEATURES.late_dp
@@ -90,7 +90,9 @@ def step(i, j, masked, unseen, w: gl.constexpr, a_start, sight, ds, sums, memory
     dtype: gl.constexpr = memory.ds.dtype
     zero = gl.zeros([GROUP_ROWS, options.T], gl.float32, product_layout(options.T))
     b_dk, b_dv = sums
-    a_start = unfolded(a_start, i)  # so that numbers of rows are worked out here, as the loop has no registers for them
+    resident_row = unfolded(
+        resident_row, i
+    )  # so that numbers of rows are worked out here, as the loop has no registers for them
     use = slot_of(i, options.SLOTS)
     slot = gl.where(i > 0, slot_of(i + options.SLOTS - 1, options.SLOTS).slot, 0)  # of the tile before
     kept = slot_of(i, options.KEPT)
@@ -125,7 +127,7 @@ def step(i, j, masked, unseen, w: gl.constexpr, a_start, sight, ds, sums, memory
     else:
         b_s = warpgroup_mma_wait(0 if LATE_DP else N, deps=[b_s])
     lse2 = statistic_at(memory.of_q[0], use.slot)
-    b_s = masked_scores(b_s, j, masked, a_start, sight, options)
+    b_s = masked_scores(b_s, j, masked, resident_row, sight, options)
     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)  # (2)
     if LATE_DP:
         wait(memory.do_full, use)

@@ -1,6 +1,6 @@
 """A tile of the backward with tangents in one pass, up to 64 channels, and dQ and ḋQ of one: fifteen products.
 
-Formulas (1) to (6') as in `step_dual.py`, with a = k, b = q, c = v and e = d_o, each with its tangent below it, and
+Formulas (1) to (6') as in `step_dual.py`, each with its tangent below it, and
 
     (7) dqᵀ = kᵀ ds    (7') ḋqᵀ = kᵀ ḋs + k̇ᵀ ds    [channels, queries]
 
@@ -66,13 +66,15 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
 
 
 @gluon.jit
-def step(i, j, masked, unseen, w: gl.constexpr, a_start, sight, tds, sums, memory, scale, options):
+def step(i, j, masked, unseen, w: gl.constexpr, resident_row, sight, tds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ḋs, whose product is issued with the next tile's scores."""
     T: gl.constexpr = options.T
     dtype: gl.constexpr = memory.ds.dtype
     zeros = gl.zeros([GROUP_ROWS, 2 * T], gl.float32, product_layout(2 * T))
     b_dk, b_dv, b_tdk, b_tdv = sums
-    a_start = unfolded(a_start, i)  # so that numbers of rows are worked out here, as the loop has no registers for them
+    resident_row = unfolded(
+        resident_row, i
+    )  # so that numbers of rows are worked out here, as the loop has no registers for them
     z = unfolded(w, i)
     use = slot_of(i, options.SLOTS)
     slot = gl.where(i > 0, slot_of(i + options.SLOTS - 1, options.SLOTS).slot, 0)  # of the tile before
@@ -104,7 +106,7 @@ def step(i, j, masked, unseen, w: gl.constexpr, a_start, sight, tds, sums, memor
     mbarrier.arrive(memory.q_empty.index(slot), count=1, pred=i > 0)
     b_s, b_ts = products.halves(b_s)
     lse2 = statistic_at(memory.of_q[0], use.slot)
-    b_s = masked_scores(b_s, j, masked, a_start, sight, options)
+    b_s = masked_scores(b_s, j, masked, resident_row, sight, options)
     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)  # (2)
     p = products.operand(b_p.to(dtype))
     b_ts -= statistic_at(memory.of_q[1], use.slot) * (1 / scale)
