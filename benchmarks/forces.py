@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from measure import Failure, add_timing_options, attempt, in_turns, mistake, parse, relative_errors, write
+from measure import add_timing_options, in_turns, parse, relative_errors, right_ones, write
 
 COLUMNS = ("framework", "precision", "shape", "job", "who", "milliseconds", "temporary_mib")
 JOBS = ("forward", "forces", "training step")
@@ -224,18 +224,11 @@ def measure(shape: Shape, options: argparse.Namespace) -> tuple[list[tuple], boo
     for job in options.jobs:
         exact = check(job, arrays, exact=True)
         allowed = relative_errors(check(job, arrays, exact=False), exact)
-        prepared: dict[str, Prepared] = {}
-        for who, prepare in contenders.items():
-            outcome = attempt(framework, functools.partial(prepare, job, arrays))
-            if isinstance(outcome, Failure):
-                print(f"{shape}, {job}, {who}: {outcome.reason}", flush=True)
-                good &= outcome.out_of_memory
-            elif reason := mistake(outcome.results, exact, allowed, rounding=PRECISIONS[precision][2]):
-                print(f"{shape}, {job}, {who}: {reason}", flush=True)
-                good = False
-            else:
-                prepared[who] = outcome
-            framework.release()
+        makers = {who: functools.partial(prepare, job, arrays) for who, prepare in contenders.items()}
+        prepared, right = right_ones(
+            framework, makers, lambda p: p.results, exact, allowed, PRECISIONS[precision][2], f"{shape}, {job}, "
+        )
+        good &= right
         medians, matmul = in_turns(framework, {who: p.call for who, p in prepared.items()}, options)
         print(f"{name}, {precision}, {shape}, {job}: the bf16 matmul {matmul:.0f} TFLOP/s")
         for who, ms in medians.items():

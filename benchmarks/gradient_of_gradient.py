@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from measure import Failure, add_timing_options, attempt, in_turns, mistake, parse, relative_errors, write
+from measure import add_timing_options, in_turns, parse, relative_errors, right_ones, write
 
 COLUMNS = ("framework", "who", "queries", "keys", "heads", "head_dim", "milliseconds", "temporary_mib")
 
@@ -156,22 +156,12 @@ def measure(name: str, shape: Shape, options: argparse.Namespace) -> tuple[list[
     framework = importlib.import_module(f"{name}_calls")
     contenders, check = dict(jax=in_jax, torch=in_torch)[name](shape)
     contenders = {who: prepare for who, prepare in contenders.items() if who in (options.contenders or contenders)}
-    arrays, good = shape.draw(), True
+    arrays = shape.draw()
     first = [a[:, :1] for a in arrays]
     exact = check(first, exact=True)
     allowed = relative_errors(check(first, exact=False), exact)
-    prepared: dict[str, Prepared] = {}
-    for who, prepare in contenders.items():
-        outcome = attempt(framework, functools.partial(prepare, arrays))
-        if isinstance(outcome, Failure):
-            print(f"{who}: {outcome.reason}", flush=True)
-            good &= outcome.out_of_memory
-        elif reason := mistake([a[:, :1] for a in outcome.results], exact, allowed):
-            print(f"{who}: {reason}", flush=True)
-            good = False
-        else:
-            prepared[who] = outcome
-        framework.release()
+    makers = {who: functools.partial(prepare, arrays) for who, prepare in contenders.items()}
+    prepared, good = right_ones(framework, makers, lambda p: [a[:, :1] for a in p.results], exact, allowed)
     medians, matmul = in_turns(framework, {who: p.call for who, p in prepared.items()}, options)
     print(f"{name}, {shape}: the bf16 matmul {matmul:.0f} TFLOP/s")
     for who, ms in medians.items():

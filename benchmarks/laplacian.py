@@ -30,7 +30,7 @@ import numpy as np
 import jax_calls
 from forces import PRECISIONS
 from jax_flash_jvp import dot_product_attention
-from measure import Failure, Prepared, add_timing_options, attempt, in_turns, mistake, parse, relative_errors, write
+from measure import Prepared, add_timing_options, in_turns, parse, relative_errors, right_ones, write
 
 COLUMNS = ("precision", "walkers", "electrons", "heads", "head_dim", "depth", "who", "milliseconds", "temporary_mib")
 CHECKED = 2  # walkers
@@ -116,21 +116,13 @@ def measure(electrons: int, options: argparse.Namespace) -> tuple[list[tuple], b
 
     with jax.enable_x64(True):
         exact = jax_calls.to_numpy([laplacian(hvps, naive_attention, 1, "float64")(x[:CHECKED].astype(float))])
-    good, prepared = True, {}
     with jax.default_matmul_precision(PRECISIONS[options.precision][0]):
         plain = jax_calls.to_numpy([laplacian(hvps, naive_attention, 1)(x[:CHECKED])])
-        for who, given in contenders(options).items():
-            outcome = attempt(jax_calls, functools.partial(prepare, *given))
-            if isinstance(outcome, Failure):
-                print(f"{electrons} electrons, {who}: {outcome.reason}", flush=True)
-                good &= outcome.out_of_memory
-                continue
-            rounding = PRECISIONS[options.precision][2]
-            if reason := mistake(outcome.ends, exact, relative_errors(plain, exact), rounding):
-                print(f"{electrons} electrons, {who}: {reason}", flush=True)
-                good = False
-            else:
-                prepared[who] = outcome
+        makers = {who: functools.partial(prepare, *given) for who, given in contenders(options).items()}
+        allowed, rounding = relative_errors(plain, exact), PRECISIONS[options.precision][2]
+        prepared, good = right_ones(
+            jax_calls, makers, lambda p: p.ends, exact, allowed, rounding, f"{electrons} electrons, "
+        )
     medians, matmul = in_turns(jax_calls, {who: p.call for who, p in prepared.items()}, options)
     print(f"{options.walkers} walkers of {electrons} electrons: the bf16 matmul {matmul:.0f} TFLOP/s")
     for who, ms in medians.items():

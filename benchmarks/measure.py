@@ -169,6 +169,27 @@ def prepare(framework: ModuleType, contender: Contender, job: str, extra: dict[s
     return Failure(reason)
 
 
+def right_ones(
+    framework: ModuleType, contenders: dict[str, Callable[[], Any]], results: Callable[[Any], list[np.ndarray]],
+    exact: list[np.ndarray], allowed: list[float], rounding: float = 1e-3, title: str = "",
+) -> tuple[dict[str, Any], bool]:  # fmt: skip
+    """What contenders prepare, of those whose results are right, and whether all that fitted into memory were.  Prints why others
+    are left out."""
+    prepared, good = {}, True
+    for who, make in contenders.items():
+        outcome = attempt(framework, make)
+        if isinstance(outcome, Failure):
+            print(f"{title}{who}: {outcome.reason}", flush=True)
+            good &= outcome.out_of_memory
+        elif reason := mistake(results(outcome), exact, allowed, rounding):
+            print(f"{title}{who}: {reason}", flush=True)
+            good = False
+        else:
+            prepared[who] = outcome
+        framework.release()
+    return prepared, good
+
+
 def timed(call: Callable[[], Any], wait: Callable[[Any], Any], seconds: float) -> float:
     """Milliseconds of one call among as many in a row as fit; the device works through them without a gap."""
     wait(call())

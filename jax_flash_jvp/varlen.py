@@ -130,9 +130,8 @@ def varlen_attention(
     )
     if not return_residual:
         return _only(inside[0], result)
-    if (
-        inside[0] is None and options.get("sinks") is not None
-    ):  # which the log-sum-exp would be there, cotangents theirs
+    if inside[0] is None and options.get("sinks") is not None:
+        # elsewhere the log-sum-exp would be the sinks, and its cotangents would be theirs
         own = visibility.documents(totals[0], *map(arrays.get, names), like=q)[0, 0, :, 0]
         inside[0] = of_device(own[:, 0] < own[:, 1], 0)
     return _only(inside[0], result[0]), _only(inside[0], result[1], -np.inf)
