@@ -1,13 +1,18 @@
 """What the benchmarks share: jobs, the check against float64 that precedes every timing, and timing in turns.
 
-`framework` is one of the modules jax_calls and torch_calls, which offer the same names.
+`framework` is one of the modules jax_calls and torch_calls, which offer the same names.  Several benchmarks may run at a time:
+they compile side by side, and a lock lets one of them time.
 """
 
+import contextlib
 import csv
+import fcntl
 import importlib.metadata
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -203,6 +208,16 @@ def timed(call: Callable[[], Any], wait: Callable[[Any], Any], seconds: float) -
     return (time.perf_counter() - start) / count * 1e3
 
 
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """No other benchmark times on this GPU."""
+    path = Path(tempfile.gettempdir()) / f"benchmark-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@locked()
 def in_turns(framework: ModuleType, calls: dict[str, Callable], options: Any) -> tuple[dict[str, float], float]:
     """Median milliseconds of each call, and the TFLOP/s that the bf16 matrix product reached among them."""
     calls = {MATMUL: framework.matrix_product(options.matmul_size), **calls}

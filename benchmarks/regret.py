@@ -16,9 +16,7 @@ ready.  In JAX a chain of calls runs in one jitted scan, and the chain's own tim
 """
 
 import argparse
-import contextlib
 import datetime
-import fcntl
 import importlib
 import json
 import os
@@ -27,11 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from everyday import CALLS
-from measure import Failure, attempt, mistake, version_of, write
+from measure import Failure, attempt, locked, mistake, version_of, write
 from regret_page import LOSS, Run, heat_map, read, tables
 
 JOBS = ("forward", "forward + JVP", "forward + backward", "JVP + dual backward")
@@ -69,15 +67,6 @@ def one_call(name: str, options: argparse.Namespace, folder: Path) -> None:
 
 def index(name: str, options: argparse.Namespace) -> int:
     return options.calls.index(name)
-
-
-@contextlib.contextmanager
-def locked() -> Iterator[None]:
-    """Nobody else uses this GPU."""
-    path = Path(tempfile.gettempdir()) / f"regret-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def wait_for_others(name: str, options: argparse.Namespace, folder: Path) -> None:

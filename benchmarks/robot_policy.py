@@ -22,6 +22,7 @@ from torch.func import jvp
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge
+from measure import locked
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = {  # whether blocks are checkpointed, and options of torch.compile
@@ -127,13 +128,14 @@ def measure(model: FlowMap, way: str, batch: list[Tensor], exact: Tensor, steps:
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else float("nan")
     step()
     times = []
-    for _ in range(3):
-        wait()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        wait()
-        times.append((time.perf_counter() - start) / steps)
+    with locked():
+        for _ in range(3):
+            wait()
+            start = time.perf_counter()
+            for _ in range(steps):
+                step()
+            wait()
+            times.append((time.perf_counter() - start) / steps)
     seconds = statistics.median(times)
     said = "" if error < 0.03 else "  WRONG"
     return f"{1 / seconds:8.2f} steps/s {1e3 * seconds:9.1f} ms {peak:7.1f} GiB, off by {error:.1%}{said}"

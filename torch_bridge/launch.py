@@ -15,6 +15,7 @@ import triton
 
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.launcher import DESCRIBED, Blocks, InPlace, Launch, Output, Rows
+from jax_flash_jvp.kernels.portable import rounding
 from jax_flash_jvp.private import needed, optional
 from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, unserved
 from torch_bridge import plans
@@ -37,10 +38,13 @@ STRIDES = "tensors whose strides or addresses are not multiples of 16 bytes"
 class TorchLauncher:
     """Launches on the device of the tensors, on its current stream."""
 
+    target: int | str
+    multiprocessors: int | None
+
     def __init__(self, device: torch.device):
         self.device = device
         self.target, self.multiprocessors, self.descriptors = _properties(device)
-        self.launched: list[plans.Launched | plans.Copied] = []  # for a plan
+        self.launched: list[plans.Step] = []  # for a plan
 
     def strides(self, array: torch.Tensor) -> tuple[int, ...]:
         return array.stride()
@@ -56,10 +60,7 @@ class TorchLauncher:
         return copy
 
     def round_to_tf32(self, array: torch.Tensor) -> torch.Tensor:
-        scaled = array * (2**13 + 1)  # Veltkamp's splitting
-        rounded = torch.where(scaled.isfinite(), scaled - (scaled - array), array)
-        # its strides are PyTorch's choice, where those of the array overlap
-        return rounded if rounded.stride(-1) == 1 else rounded.contiguous()
+        return rounding.rounded(self, array)
 
     def padded(self, array: torch.Tensor, n: int) -> torch.Tensor:
         copy = torch.nn.functional.pad(array, (0, n))
@@ -67,8 +68,12 @@ class TorchLauncher:
         return copy
 
     def summed(self, array: torch.Tensor, by_column: bool, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        array = array[:, :, None, :] if by_column else array[..., None]
-        return _owned(array.sum_to_size(tuple(shape)).to(getattr(torch, dtype)))
+        def add(a: torch.Tensor) -> torch.Tensor:
+            a = a[:, :, None, :] if by_column else a[..., None]
+            return _owned(a.sum_to_size(tuple(shape)).to(getattr(torch, dtype)))
+
+        self.launched.append(plans.Summed(add, array, result := add(array)))
+        return result
 
     def launch(self, launch: Launch) -> dict[str, torch.Tensor | None]:
         logger.debug("kernel %s", launch)

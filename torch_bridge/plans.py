@@ -2,9 +2,9 @@
 
 Which kernels a call launches, and with which arguments, follows from what its tensors look like, but takes longer to work
 out than a small kernel runs.  A plan keeps the outcome: compiled kernels, and arguments in which the addresses of the next
-such call's tensors replace those of the first.  Copies of its arguments, to order them, are part of a plan; a call that
-rounded or cast a tensor has none.  A call by a plan allocates its results, each by itself, and all that kernels hand to one
-another in one piece.
+such call's tensors replace those of the first.  Copies of its arguments, to order them, are part of a plan, and sums of its
+results; a call that cast a tensor has none.  A call by a plan allocates its results, each by itself, and all that kernels hand
+to one another in one piece.
 """
 
 import logging
@@ -41,6 +41,17 @@ class Copied(NamedTuple):
 
     view: Tensor
     array: Tensor
+
+
+class Summed(NamedTuple):
+    """A result that PyTorch has made of an output, which nothing else is made of."""
+
+    add: Callable[[Tensor], Tensor]
+    output: Tensor
+    result: Tensor
+
+
+Step = Launched | Copied | Summed
 
 
 class Part(NamedTuple):
@@ -81,11 +92,12 @@ class Launch(NamedTuple):
 
 class Plan(NamedTuple):
     parts: list[Part]
-    outputs: list[tuple]  # shape, strides and dtype of each result
+    outputs: list[tuple]  # shape, strides and dtype of each that is a result, or summed
     scratch: int  # bytes
     offsets: list[int]  # in it
     launches: list[Launch]
-    results: list[int | None]  # of `outputs`; None: not wanted
+    sums: list[tuple[Callable[[Tensor], Tensor], int]]  # of `outputs`
+    results: list[int | None]  # of `outputs` and then of `sums`; None: not wanted
 
 
 plans: dict[tuple, Plan] = {}
@@ -168,10 +180,11 @@ def follow(plan: Plan, args: Sequence[Any], addresses: list[int]) -> tuple[Tenso
         for i, place, made in addressed:
             arguments[i] = made[addresses[place]]
         run(arguments)
+    outputs += [add(outputs[i]) for add, i in plan.sums]
     return tuple([None if i is None else outputs[i] for i in plan.results])
 
 
-def made(args: Sequence[Any], launched: Sequence[Launched | Copied], results: Sequence[Tensor | None]) -> Plan | None:
+def made(args: Sequence[Any], launched: Sequence[Step], results: Sequence[Tensor | None]) -> Plan | None:
     """The plan of one call, from what it launched.  None where a tensor is neither an argument of the call, nor part of one, nor
     an output of a launch, or where a result is no output."""
     known = [a for a in args if isinstance(a, Tensor)]
@@ -190,8 +203,10 @@ def made(args: Sequence[Any], launched: Sequence[Launched | Copied], results: Se
             places[step.array.data_ptr()] = len(known)
             known.append(step.array)
     launches = [step for step in launched if isinstance(step, Launched)]
+    sums = {step.result.data_ptr(): step for step in launched if isinstance(step, Summed)}
     outputs = {o.data_ptr(): o for step in launches for o in step.outputs}
-    seen = {a.data_ptr(): a for a in results if a is not None}
+    seen = {a.data_ptr(): a for a in results if a is not None and a.data_ptr() not in sums}
+    seen |= {step.output.data_ptr(): step.output for step in sums.values()}
     if seen.keys() - outputs.keys():
         return None
     between = [o for address, o in outputs.items() if address not in seen]
@@ -205,14 +220,16 @@ def made(args: Sequence[Any], launched: Sequence[Launched | Copied], results: Se
         if launch is None:
             return None
         planned.append(launch)
-    order = [*seen]
+    order = {address: i for i, address in enumerate(seen)}
+    of_sums = {address: len(order) + i for i, address in enumerate(sums)}
     return Plan(
         parts,
         [(a.shape, a.stride(), a.dtype) for a in seen.values()],
         sum(sizes),
         [sum(sizes[:i]) for i in range(len(sizes))],
         planned,
-        [None if a is None else order.index(a.data_ptr()) for a in results],
+        [(step.add, order[step.output.data_ptr()]) for step in sums.values()],
+        [None if a is None else (order | of_sums)[a.data_ptr()] for a in results],
     )
 
 

@@ -16,6 +16,9 @@ class NumpyLauncher:
     descriptors = False
     multiprocessors = None
 
+    def __init__(self):
+        self.launched = []
+
     def strides(self, array):
         return array.stride()
 
@@ -59,9 +62,6 @@ def at(address, like):
 
 class PlannedLauncher(NumpyLauncher):
     """Keeps what a plan is made of."""
-
-    def __init__(self):
-        self.launched = []
 
     def contiguous(self, array):
         from torch_bridge.launch import TorchLauncher

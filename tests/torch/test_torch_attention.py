@@ -736,12 +736,8 @@ def test_kernels_pass_every_nan_on(precision, biased):
     bias = torch.zeros(1, 1, 1, 33) if biased else None
     case = reference.Case(Problem(0.25, precision=precision))
 
-    class Launcher(NumpyLauncher):
-        def round_to_tf32(self, array):  # torch on CPUs changes the bits
-            return array
-
     def run(name, x, **groups):
-        return launch.run(Launcher(), name, case, x, **groups)
+        return launch.run(NumpyLauncher(), name, case, x, **groups)
 
     def backward(x, y, cotangent):
         return run("backward", x, y=y, cy=(cotangent, None), want=[True, True, True, False])
@@ -1035,6 +1031,37 @@ def test_a_plan_copies_what_was_copied_for_the_first(batch):
     for a, b in zip(got[:3], expected, strict=False):
         assert b.isfinite().all()
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 19), (2, 2, 17, 1), (2, 2, 1, 19), (1, 2, 1, 1)])
+def test_a_plan_rounds_and_sums(shape):
+    """Operands to TF32, and the gradient of a bias over the axes that it lacks; of one that gives rows, over none."""
+    launch, plans = (pytest.importorskip(f"torch_bridge.{name}") for name in ("launch", "plans"))
+    wants = [True] * 4
+
+    def arguments(seed):
+        q, k, v, d_o = (normal(2, 2, n, 8, seed=seed + i) for i, n in enumerate((17, 19, 19, 17)))
+        q, k, v, d_o = (a.float().transpose(1, 2).contiguous().transpose(1, 2) for a in (q, k, v, d_o))
+        bias, d_lse = normal(*shape, seed=seed + 4).float(), normal(2, 2, 17, seed=seed + 5).float()
+        o, lse, *_ = reference.run("forward", case, (q, k, v, bias))
+        return [q, k, v, bias, o.mT.contiguous().mT, lse, d_o, d_lse, None, False, 0.3, "", wants]
+
+    def computed(args):
+        x, y, cy, _ = signatures.split("backward", args)
+        launcher = PlannedLauncher()
+        return launch.run(launcher, "backward", case, x=x, cy=cy, y=y, want=wants), launcher.launched
+
+    case = reference.Case(Problem(0.3, precision="tf32"))
+    first, second = arguments(0), arguments(100)
+    plan = plans.made(first, *reversed(computed(first)))
+    got, expected = plans.follow(plan, second, plans.look("backward", second)[1]), computed(second)[0]
+    exact = reference.run("backward", case, x=second[:4], cy=second[6:8], y=second[4:6], want=wants)
+    for a, b, c in zip(got, expected, exact[: len(got)], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.shape == b.shape
+            np.testing.assert_array_equal(a, b)
+            np.testing.assert_allclose(a, c, rtol=0, atol=2e-2)
 
 
 def test_copies_are_of_the_argument_that_begins_there():
