@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from torch._dynamo.utils import counters  # noqa: E402
 from torch.func import jvp  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
 
 import torch_bridge  # noqa: E402
 from torch_oracle import normal  # noqa: E402
@@ -55,17 +56,18 @@ NAMED = {
 }
 
 
-def model_of(name):
+def model_of(name, device="cpu", dtype=torch.float64):
     if name in MODELS:
         cls, config, given = MODELS[name]
         model = getattr(diffusers, cls)(**config)
+        given = tree_map_only(torch.Tensor, lambda a: a.to(device, dtype if a.is_floating_point() else None), given)
         predict = lambda z, t: model(z, timestep=t, **given, return_dict=False)[0]
     else:
         cls, config, inputs = NAMED[name]
         cls = getattr(transformers, cls)
         model = cls(cls.config_class(**config))
         predict = lambda z, t: model(**inputs(z * (1 + t[:, None, None, None]))).last_hidden_state
-    model.double().eval()
+    model.to(device, dtype).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -83,10 +85,11 @@ def loss_of(predict):
 
 
 def gradients(model, run, seed=0):
-    both = normal(2, 2, 4, 4, 4, seed=seed)
-    loss = run(*both.unbind(), torch.tensor([0.25, 0.5], dtype=torch.float64))
+    like = next(model.parameters())
+    both = normal(2, 2, 4, 4, 4, seed=seed).to(like)
+    loss = run(*both.unbind(), torch.tensor([0.25, 0.5]).to(like))
     parameters = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
-    return [loss.detach(), *(torch.zeros(()) if a is None else a for a in parameters)]
+    return [loss.detach().clone(), *(torch.zeros(()).to(like) if a is None else a for a in parameters)]
 
 
 def assert_close(got, expected, tolerance):
@@ -117,3 +120,22 @@ def test_step(name):
             assert_close(gradients(model, run, seed), gradients(model, loss, seed), 1e-9)
     assert not counters["graph_break"]
     assert compiled == counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*MODELS, *NAMED])
+def test_step_in_graphs(name):
+    """Compiled once, recorded as CUDA graphs and replayed."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, predict = model_of(name, "cuda", torch.float32)
+    loss = loss_of(predict)
+    with torch_bridge.patch(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = torch.compile(loss, mode="reduce-overhead")
+        for seed in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_close(gradients(model, run, seed), gradients(model, loss, seed), 1e-3)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["inductor"]["cudagraph_skips"]
