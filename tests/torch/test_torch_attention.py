@@ -716,6 +716,40 @@ def test_kernels_round_overlapping_tensors_to_tf32(layout):
     np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=5e-3)
 
 
+@pytest.mark.parametrize("shape", [(17, 19), (5, 70), (70, 5)])
+def test_kernels_round_short_inputs_themselves(shape, monkeypatch):
+    """To the bits that a launcher gives them."""
+    launch, jobs = (pytest.importorskip(n) for n in ("torch_bridge.launch", "jax_flash_jvp.kernels.portable.jobs"))
+    T, S = shape
+    groups = signatures.OPERATORS["backward_dual"].groups
+    draw = lambda n, seed: normal(2, n, 2, 24, seed=seed).float().transpose(1, 2)
+    x = draw(T, 0), draw(S, 1), draw(S, 2), normal(2, 2, T, S, seed=3).float()
+    tx = draw(T, 4), draw(S, 5), draw(S, 6), None
+    cotangents = draw(T, 7), normal(2, 2, T, seed=8).float()
+    rounded = []
+
+    class Launcher(NumpyLauncher):
+        def round_to_tf32(self, array):
+            rounded.append(array)
+            return super().round_to_tf32(array)
+
+    def everything(precision="tf32"):
+        case = reference.Case(Problem(0.2, precision=precision))
+        run = lambda name, **given: launch.run(Launcher(), name, case, **given)
+        o, lse, t_o, mu = run("forward_dual", x=x, tx=tx)
+        tensors = x, (o, lse), cotangents, tx, (t_o, mu), cotangents
+        dual = run("backward_dual", **dict(zip(groups, tensors, strict=True)), want=[True] * 8)
+        return [o, lse, t_o, *dual, *run("backward", x=x, cy=cotangents, y=(o, lse), want=[True] * 4)]
+
+    here = everything()
+    assert not rounded
+    monkeypatch.setattr(jobs, "READ_ONCE", 0)
+    for a, b, exact in zip(here, everything(), everything("ieee"), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert not np.array_equal(a, exact)
+    assert rounded
+
+
 def test_kernels_round_what_is_huge_to_tf32():
     launch = pytest.importorskip("torch_bridge.launch")
     q, k, v = (dense(1, 2, 17, 16, seed=i) for i in range(3))

@@ -19,6 +19,7 @@ from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
 from jax_flash_jvp.kernels.portable import means as mean_kernels
 from jax_flash_jvp.kernels.portable import shares, visibility
+from jax_flash_jvp.kernels.portable.scores import UNROUNDED
 from jax_flash_jvp.kernels.portable.tiles import (
     FEW,
     Tile,
@@ -36,6 +37,9 @@ from jax_flash_jvp.problem import DIFFERENTIABLE, Operands, Problem, dtype_of
 ALIGNED = 16  # elements; what Triton makes use of
 ROW_MEANS_FROM = (
     1024  # keys, where every query sees every one: a mean key of each row costs little there, and sums are longer
+)
+READ_ONCE = (
+    64  # queries, or keys, with so few of which a kernel may round what it reads to TF32: no other program reads it
 )
 KEY_PROGRAMS, LEAST_KEYS = 2, 256  # where keys are divided, programs for each multiprocessor, and keys of each
 SCORE_PROGRAMS = 8  # of the gradient of a bias, for each multiprocessor, which runs two to four at a time
@@ -111,6 +115,10 @@ class PortableCall:
     def __init__(self, launcher: Launcher, problem: Problem, x: Operands, word: int = 16):
         self.launcher, self.problem = launcher, problem
         self.dtype = dtype_of(x.query)
+        self.widest = max(x.query.shape[-1], x.value.shape[-1])
+        self.precision = product(self.dtype, problem.precision, self.widest, launcher.target)
+        if self.dtype == "float32" and self.precision == "tf32" and min(x.query.shape[1], x.key.shape[1]) <= READ_ONCE:
+            self.precision = UNROUNDED.value
         self.x = x = x._replace(**dict(zip(("query", "key", "value"), self.rounded(x[:3]), strict=True)))
         self.batch, self.query_length, self.query_heads, self.head_dim = x.query.shape
         _, self.key_length, self.key_heads, self.value_dim = x.value.shape
@@ -146,7 +154,6 @@ class PortableCall:
         self.word = word  # its bits
         self.packed: dict[bool, Any] = {}  # the mask, by query or by key
         self.listed: dict[tuple[int, int, bool], Any] = {}  # tiles, by their shape and by query or by key
-        self.precision = product(self.dtype, problem.precision, self.widest, launcher.target)
         self.value_constants = dict(DV=self.value_dim)
         self.constants = dict(
             self.value_constants, D=self.head_dim, FEATURES=self.features,
@@ -160,17 +167,13 @@ class PortableCall:
         """The dtype of a result that is like this array."""
         return "float32" if self.problem.partial else dtype_of(array)
 
-    @property
-    def widest(self) -> int:
-        return max(self.head_dim, self.value_dim)
-
     def _batch_sequence_head(self, array: Any) -> tuple[int, ...]:
         """Strides, of which a stride of an axis of length one is arbitrary and must not spoil their common divisor."""
         return tuple(0 if n == 1 else s for n, s in zip(array.shape[:3], self.launcher.strides(array)[:3], strict=True))
 
     def rounded(self, arrays) -> tuple:
         """The arrays as operands of products.  Tensor cores would cut float32 down to TF32, towards zero."""
-        if self.dtype != "float32" or self.problem.precision != "tf32":
+        if self.precision != "tf32" or self.dtype != "float32":
             return tuple(arrays)
         return tuple(None if a is None else self.launcher.round_to_tf32(a) for a in arrays)
 

@@ -1,4 +1,4 @@
-"""float32 rounded to TF32's 10 bits of mantissa, to nearest: tensor cores would cut the others off."""
+"""Arrays of float32 rounded to TF32's 10 bits of mantissa: tensor cores would cut the others off."""
 
 import math
 from typing import Any
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from jax_flash_jvp.kernels.launcher import Launch, Launcher, Output
+from jax_flash_jvp.kernels.portable.scores import to_tf32
 
 ELEMENTS = 2048  # of a program
 
@@ -32,6 +33,4 @@ def round_to_tf32(X, n, L, H, s_b, s_l, s_h, OUT, D: tl.constexpr, BLOCK: tl.con
     m_x = (o_r < n)[:, None] & (o_d < D)[None, :]
     offset = o_r // (L * H) * s_b + o_r // H % L * s_l + o_r % H * s_h
     b_x = tl.load(X + offset[:, None] + o_d[None, :], mask=m_x, other=0.0)
-    b_bits = (b_x.to(tl.int32, bitcast=True) + 2**12) & -(2**13)  # away from zero in the middle; up to infinity
-    b_rounded = tl.where(b_x == b_x, b_bits.to(tl.float32, bitcast=True), b_x)  # NaN as it is
-    tl.store(OUT + o_r[:, None] * D + o_d[None, :], b_rounded, mask=m_x)
+    tl.store(OUT + o_r[:, None] * D + o_d[None, :], to_tf32(b_x), mask=m_x)

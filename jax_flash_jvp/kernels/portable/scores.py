@@ -229,13 +229,15 @@ def load_scores(X, o_m, o_n, LQ, LK, AXES: tl.constexpr):
 
 # ------------------------------------------------------------------------------------------------ scores
 
+UNROUNDED = tl.constexpr("tf32, inputs as they are")  # a PRECISION; "tf32" has inputs that are rounded
+
 
 @triton.jit
 def operand(b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """fp32 values as an operand of a product in `dtype`.  The tensor cores cut float32 down to TF32, towards zero: a bias in
     every sum of probabilities, so they are rounded first, to nearest: less their 2¹³-fold they have eleven bits left.  (What
-    exceeds 4e34 becomes infinite or NaN, and so does what is infinite.  Launchers round the inputs.)"""
-    if dtype == tl.float32 and PRECISION == "tf32":
+    exceeds 4e34 becomes infinite or NaN, and so does what is infinite.)"""
+    if dtype == tl.float32 and (PRECISION == "tf32" or PRECISION == UNROUNDED):
         b_more = b_x * 8192.0
         return (b_x - b_more) + b_more
     else:
@@ -243,11 +245,34 @@ def operand(b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def input_operand(b_x, PRECISION: tl.constexpr):
+    """A block of an input as an operand, which a launcher has rounded unless it is UNROUNDED."""
+    if PRECISION == UNROUNDED:
+        return to_tf32(b_x)
+    else:
+        return b_x
+
+
+@triton.jit
+def to_tf32(b_x):
+    """fp32 rounded to nearest, in the middle away from zero; what is above the largest is infinite, and NaN is as it was."""
+    b_bits = (b_x.to(tl.int32, bitcast=True) + 2**12) & -(2**13)
+    return tl.where(b_x == b_x, b_bits.to(tl.float32, bitcast=True), b_x)
+
+
+@triton.jit
+def dot(b_a, b_b, b_sum, PRECISION: tl.constexpr):
+    """sum + a b of operands."""
+    INPUTS: tl.constexpr = "tf32" if PRECISION == UNROUNDED else PRECISION
+    return tl.dot(b_a, b_b, b_sum, input_precision=INPUTS)
+
+
+@triton.jit
 def products(b_a, b_b, PRECISION: tl.constexpr):
-    """a bᵀ of rows a and b, accumulated in fp32."""
-    b_ab = tl.dot(b_a[0], tl.trans(b_b[0]), input_precision=PRECISION)
-    for PART in tl.static_range(1, len(b_a)):
-        b_ab = tl.dot(b_a[PART], tl.trans(b_b[PART]), b_ab, input_precision=PRECISION)
+    """a bᵀ of rows a and b of inputs, accumulated in fp32."""
+    b_ab = None
+    for PART in tl.static_range(len(b_a)):
+        b_ab = dot(input_operand(b_a[PART], PRECISION), tl.trans(input_operand(b_b[PART], PRECISION)), b_ab, PRECISION)
     return b_ab
 
 
@@ -270,11 +295,11 @@ def scaled(b_x, factor):
 
 @triton.jit
 def accumulated(b_sum, b_p, b_x, PRECISION: tl.constexpr):
-    """sum + p x, of rows x and fp32 values p."""
+    """sum + p x, of rows x of an input and fp32 values p."""
     b_p = operand(b_p, b_x[0].dtype, PRECISION)
-    b_y = (tl.dot(b_p, b_x[0], b_sum[0], input_precision=PRECISION),)
+    b_y = (dot(b_p, input_operand(b_x[0], PRECISION), b_sum[0], PRECISION),)
     for PART in tl.static_range(1, len(b_x)):
-        b_y = b_y + (tl.dot(b_p, b_x[PART], b_sum[PART], input_precision=PRECISION),)
+        b_y = b_y + (dot(b_p, input_operand(b_x[PART], PRECISION), b_sum[PART], PRECISION),)
     return b_y
 
 
@@ -329,9 +354,11 @@ def tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ: tl.constexpr, HAS_TK: tl.cons
     b_ts = tl.zeros([b_q[0].shape[0], b_k[0].shape[0]], tl.float32)
     for PART in tl.static_range(len(b_q)):
         if HAS_TQ:
-            b_ts = tl.dot(b_tq[PART], tl.trans(b_k[PART]), b_ts, input_precision=PRECISION)
+            b_x, b_y = input_operand(b_tq[PART], PRECISION), input_operand(b_k[PART], PRECISION)
+            b_ts = dot(b_x, tl.trans(b_y), b_ts, PRECISION)
         if HAS_TK:
-            b_ts = tl.dot(b_q[PART], tl.trans(b_tk[PART]), b_ts, input_precision=PRECISION)
+            b_x, b_y = input_operand(b_q[PART], PRECISION), input_operand(b_tk[PART], PRECISION)
+            b_ts = dot(b_x, tl.trans(b_y), b_ts, PRECISION)
     return b_ts
 
 
