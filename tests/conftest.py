@@ -164,7 +164,7 @@ def check(eager_kernels, jitted_kernels):
 @pytest.fixture
 def broken_kernels(tmp_path, monkeypatch):
     """broken_kernels(module, old, new): the portable kernels, with that change in the source of one of their modules."""
-    from jax_flash_jvp.kernels.portable import backward, bias, forward, means, visibility
+    from jax_flash_jvp.kernels.portable import backward, bias, forward, means, one_tile, visibility
 
     def replace(module, old, new):
         path = tmp_path / "broken.py"
@@ -172,7 +172,7 @@ def broken_kernels(tmp_path, monkeypatch):
         spec = importlib.util.spec_from_file_location("broken", path)
         broken = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(broken)
-        for user, name in itertools.product((forward, backward, bias, means, visibility), vars(broken)):
+        for user, name in itertools.product((forward, backward, bias, means, one_tile, visibility), vars(broken)):
             if hasattr(user, name) and not name.startswith("__"):
                 monkeypatch.setattr(user, name, getattr(broken, name))
 

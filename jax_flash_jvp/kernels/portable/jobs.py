@@ -18,7 +18,7 @@ from jax_flash_jvp.kernels.portable import backward as backward_kernels
 from jax_flash_jvp.kernels.portable import bias as bias_kernels
 from jax_flash_jvp.kernels.portable import forward as forward_kernels
 from jax_flash_jvp.kernels.portable import means as mean_kernels
-from jax_flash_jvp.kernels.portable import shares, visibility
+from jax_flash_jvp.kernels.portable import one_tile, shares, visibility
 from jax_flash_jvp.kernels.portable.scores import UNROUNDED
 from jax_flash_jvp.kernels.portable.tiles import (
     FEW,
@@ -401,21 +401,38 @@ def backward_dual(launcher: Launcher, problem: Problem, x: Operands, y, cy, tang
 
 
 def _backward(call: PortableCall, y, cy, tx: Operands, ty, tcy, want, want_tangent):
-    (_, log_sum_exp), (d_o, d_lse), (_, mu), (t_d_o, t_d_lse) = y, cy, ty, tcy
-    dual, want, want_tangent = any(want_tangent), Operands(*want), Operands(*want_tangent)
+    (_, log_sum_exp), (d_o, d_lse), (t_d_o, t_d_lse) = y, cy, tcy
+    want, want_tangent = Operands(*want), Operands(*want_tangent)
     tx = tx._replace(bias=call.padded(tx.bias))
-    rows = statistics(call, y, cy, ty, tcy, dual)
     t_q, t_k, t_v, d_o, t_d_o = call.rounded((*tx[:3], d_o, t_d_o))
-    inputs = dict(
-        Q=call.x.query, K=call.x.key, V=call.x.value, TQ=t_q, TK=t_k, TV=t_v, DO=d_o, TDO=t_d_o, LSE2=rows.lse2, MU=mu,
-        DELTA=rows.delta, T_DELTA=rows.t_delta,
-    )  # fmt: skip
-    has = dict(HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None)
+    inputs = dict(Q=call.x.query, K=call.x.key, V=call.x.value, TQ=t_q, TK=t_k, TV=t_v, DO=d_o, TDO=t_d_o, MU=ty[1])
+    if one_tile.serves(call, d_o, any(want_tangent)):
+        got = one_tile.backward(call, inputs, (d_lse, t_d_lse), tx, want, want_tangent)
+        inputs |= {name: got.get(name) for name in ("LSE2", "DELTA", "T_DELTA")}
+    else:
+        got = _two_sides(
+            call, inputs, statistics(call, y, cy, ty, tcy, any(want_tangent)), (d_lse, t_d_lse), tx, want, want_tangent
+        )
+    if (want.bias or want_tangent.bias) and not got.keys() & {"D_BIAS", "TD_BIAS"}:
+        has = dict(HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None)
+        got |= _bias_gradients(call, inputs, tx, want.bias, want_tangent.bias, has, log_sum_exp, d_lse, t_d_lse)
+    gradients = Operands(*(got.get(name) for name in ("D_Q", "D_K", "D_V", "D_BIAS")))
+    return gradients, Operands(*(got.get(name) for name in ("TD_Q", "TD_K", "TD_V", "TD_BIAS")))
+
+
+def _two_sides(
+    call: PortableCall, inputs: dict[str, Any], rows: RowStatistics, of_lse, tx: Operands, want: Operands, want_tangent: Operands
+) -> dict[str, Any]:  # fmt: skip
+    """The gradients of queries, keys and values, by the query side and the key side.  To the inputs come statistics of rows."""
+    d_lse, t_d_lse = of_lse
+    inputs |= dict(LSE2=rows.lse2, DELTA=rows.delta, T_DELTA=rows.t_delta)
+    has = dict(HAS_DO=inputs["DO"] is not None, HAS_TDO=inputs["TDO"] is not None)
+    dual = any(want_tangent)
     suffix = "_dual" if dual else ""
     got: dict[str, Any] = {}
     if want.query or want_tangent.query:  # first, for it makes δ and δ̇ more exact
         tile = call.tile("query_side" + suffix)
-        means, programs = call.key_means(t_k if want_tangent.query else None, tile), call.query_programs(tile)
+        means, programs = call.key_means(inputs["TK"] if want_tangent.query else None, tile), call.query_programs(tile)
         # under a cap the excess of row sums is not linear in the shares
         divisible = not (call.corrected and call.features.cap)
         n_shares = call.key_shares(programs, call.query_gradient, dual) if divisible else 1
@@ -449,10 +466,7 @@ def _backward(call: PortableCall, y, cy, tx: Operands, ty, tcy, want, want_tange
             backward_kernels.key_side, tile, call.key_programs(tile), inputs, outputs, tx, by_key=True, **wanted, **has
         )
         got |= {name: a for name, a in results.items() if a is not None}
-    if want.bias or want_tangent.bias:
-        got |= _bias_gradients(call, inputs, tx, want.bias, want_tangent.bias, has, log_sum_exp, d_lse, t_d_lse)
-    gradients = Operands(*(got.get(name) for name in ("D_Q", "D_K", "D_V", "D_BIAS")))
-    return gradients, Operands(*(got.get(name) for name in ("TD_Q", "TD_K", "TD_V", "TD_BIAS")))
+    return got
 
 
 def _bias_gradients(

@@ -1,0 +1,280 @@
+"""The backward of short sequences, with its tangent where one is asked for: a program has all scores of a head.
+
+The formulas are those of `backward.py`.  As a row is there at once, nothing is kept of the forward: P is made anew, and with the
+cotangents g of ℓ and ġ of its tangent
+
+    δ = rowsum(P∘d_o Vᵀ) − g      μ = rowsum(P∘Ṡ)      δ̇ = rowsum(P∘(ḋ_o Vᵀ + d_o V̇ᵀ) + P∘w∘d_o Vᵀ) − ġ
+
+so that rows sum to what they should until they are rounded.  What rounding adds, e, times a mean key of the row is taken off:
+dQ' = dQ − e P K and ḋQ' = ḋQ − ė P K − e P K̇.
+
+A program goes through the heads that share a matrix of the bias, and adds up its gradient.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from jax_flash_jvp.kernels.launcher import Launch, Output
+from jax_flash_jvp.kernels.portable.scores import (
+    INTEGERS,
+    UNROUNDED,
+    accumulated,
+    aligned,
+    lengths,
+    load_if,
+    load_rows,
+    operand,
+    products,
+    results,
+    scaled,
+    scores,
+    store_rows,
+    sums,
+    tangent_products,
+    tangent_scores,
+    under_cap,
+    without,
+)
+from jax_flash_jvp.kernels.portable.tiles import padded, rows_for
+from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, visible
+
+# Queries, and keys, up to which this is the kernel: H200, 2026-11-28, 0.1 to 0.9 of the time of two sides; and for the plain
+# backward of 33 to 64 channels, 0.8 to 1.0.  Longer sequences, 1.0 to 1.5.
+LONGEST, LONGEST_PLAIN, CHANNELS = 32, 64, 64
+LONGEST_INTERPRETED = 16  # as the blocks of the other kernels
+ELEMENTS = 512  # of scores, or of the operands' rows, for each warp
+
+
+def serves(call: Any, d_o: Any, dual: bool) -> bool:
+    """Is this the kernel of a call?  It does not clear rows that nobody sees, and products without tensor cores are unrolled."""
+    features, interpreted = call.features, call.launcher.target == "interpret"
+    longest = LONGEST_PLAIN if padded(call.widest) > 32 and not dual else LONGEST
+    longest = LONGEST_INTERPRETED if interpreted else longest
+    if max(call.query_length, call.key_length) > longest or call.widest > CHANNELS or d_o is None:
+        return False
+    if features.partial or features.one_query or features.ranges.present or call.query_heads != call.key_heads:
+        return False
+    return interpreted or call.precision != "ieee"
+
+
+def heads_each(call: Any) -> int:
+    """The heads of a program: those that share a matrix of the bias, if programs are enough."""
+    shared = call.x.bias is not None and call.x.bias.shape[0] == call.batch and call.x.bias.shape[1] == 1
+    return call.query_heads if shared and call.batch >= (call.launcher.multiprocessors or 1) else 1
+
+
+def sums_bias(call: Any) -> bool:
+    """Does it add up the whole gradient of the bias?"""
+    bias = call.x.bias
+    own = bias is not None and bias.shape[0] == call.batch and bias.shape[1] * heads_each(call) == call.query_heads
+    return own and call.features.bias.columns
+
+
+def backward(call: Any, inputs: Mapping[str, Any], of_lse, tx: Any, want: Any, want_tangent: Any) -> dict[str, Any]:
+    """The wanted gradients, by the names of outputs; of the bias where `sums_bias`, else statistics of rows for its kernel."""
+    n_h, dtype, bias = heads_each(call), call.result_dtype, call.x.bias
+    rows_m, rows_n = rows_for(call.query_length), rows_for(call.key_length)
+    warps = max(1, min(8, max(rows_m, rows_n) * max(min(rows_m, rows_n), padded(call.widest)) // ELEMENTS))
+    of_bias = Output(tuple(bias.shape), dtype(bias)) if sums_bias(call) else None
+    shapes = dict(Q=call.query_gradient, K=call.key_gradient, V=call.value_gradient, BIAS=of_bias)
+    outputs: dict[str, Output | None] = {}
+    for prefix, of in (("D", want), ("TD", want_tangent)):
+        outputs |= {f"{prefix}_{n}": shape if w else None for (n, shape), w in zip(shapes.items(), of[:4], strict=True)}
+    leaves = (want.bias or want_tangent.bias) and of_bias is None
+    statistic = call.statistic if leaves else None
+    outputs |= dict(LSE2=statistic, DELTA=statistic, T_DELTA=statistic if want_tangent.bias else None)
+    named = {name: inputs[name] for name in ("Q", "K", "V", "TQ", "TK", "TV", "DO", "TDO")}
+    has = {f"HAS_{n}": inputs[n] is not None for n in ("TQ", "TK", "TV", "TDO")}
+    has |= dict(HAS_TBIAS=tx.bias is not None, HAS_D_LSE=of_lse[0] is not None, HAS_TD_LSE=of_lse[1] is not None)
+    wanted = {f"WANT_{name}": outputs[name] is not None for name in outputs if name not in ("LSE2", "DELTA", "T_DELTA")}
+    launch = Launch(
+        one_tile, call.batch * call.query_heads // n_h,
+        dict(
+            named, D_LSE=of_lse[0], TD_LSE=of_lse[1], BIAS=call.bias, TBIAS=tx.bias, **call.selected(False), SEED=call.x.seed
+        ), dict(call.scalars, n_h=n_h), outputs,
+        dict(
+            call.constants, BM=rows_m, BN=rows_n, CORRECTED=call.dtype != "float32" or call.precision == UNROUNDED.value,
+            TANGENT=any(want_tangent), STATISTICS=leaves, **wanted, **has,
+        ), num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return {name: a for name, a in call.launcher.launch(launch).items() if a is not None}
+
+
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
+def one_tile(
+    Q, K, V, TQ, TK, TV, DO, TDO, D_LSE, TD_LSE,
+    BIAS, TBIAS, MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
+    scale, HQ, GROUP, LQ, LK, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, left, right, cap, rate, n_h,
+    D_Q, D_K, D_V, D_BIAS, TD_Q, TD_K, TD_V, TD_BIAS, LSE2, DELTA, T_DELTA,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    s_q: tl.constexpr, s_k: tl.constexpr, s_v: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
+    FEATURES: tl.constexpr,
+    HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, HAS_TBIAS: tl.constexpr, HAS_TDO: tl.constexpr,
+    HAS_D_LSE: tl.constexpr, HAS_TD_LSE: tl.constexpr,
+    WANT_D_Q: tl.constexpr, WANT_D_K: tl.constexpr, WANT_D_V: tl.constexpr, WANT_D_BIAS: tl.constexpr,
+    WANT_TD_Q: tl.constexpr, WANT_TD_K: tl.constexpr, WANT_TD_V: tl.constexpr, WANT_TD_BIAS: tl.constexpr,
+    CORRECTED: tl.constexpr, TANGENT: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one batch entry and n_h heads, and their tangents.  Tiles are [BM, BN]."""
+    HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
+    LQ, LK = aligned(LQ, LK, FEATURES)
+    i_x = tl.program_id(0).to(tl.int64)
+    i_b = i_x // (HQ // n_h)
+    o_r = tl.arange(0, BM)
+    o_c = tl.arange(0, BN)
+    o_m, o_n = o_r[:, None], o_c[None, :]
+    b_sum = tl.zeros([BM, BN], tl.float32)
+    b_tsum = tl.zeros([BM, BN], tl.float32)
+    for i in range(n_h):
+        i_h = i_x % (HQ // n_h) * n_h + i
+        q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
+        k_offset = (i_b * s_kb + i_h * s_kh) * UNIT_K
+        v_offset = (i_b * s_vb + i_h * s_vh) * UNIT_V
+        o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
+        query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
+        bias, t_bias, sight, head_seeds = selected(
+            BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
+            i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, False, FEATURES,
+        )  # fmt: skip
+        x = (i_b * HQ + i_h) * LQ + o_r
+        m_x = o_r < query_end
+        b_q = load_rows(Q + q_offset, 0, s_q, o_r, query_end, D, True)
+        b_k = load_rows(K + k_offset, 0, s_k, o_c, key_end, D, True)
+        b_v = load_rows(V + v_offset, 0, s_v, o_c, key_end, DV, True)
+        b_do = load_rows(DO + o_offset, 0, s_o, o_r, query_end, DV, True)
+        b_s = products(b_q, b_k, PRECISION)
+        b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
+        b_seen = visible(o_m, o_n, 0, sight, FEATURES) & m_x[:, None]
+        b_p, b_lse2 = probabilities(tl.where(b_seen, b_s, -float("inf")))
+        b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
+        b_dp = thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
+        b_delta = delta_of(b_p * b_dp, D_LSE, x, m_x, HAS_D_LSE)
+        b_ds = b_p * (b_dp - b_delta[:, None])
+        if STATISTICS:
+            tl.store(LSE2 + x, b_lse2, mask=o_r < LQ)
+            tl.store(DELTA + x, b_delta, mask=o_r < LQ)
+        b_dx = under_cap(b_ds, b_u, FEATURES)
+        b_sum += b_ds
+        q_result, k_result, v_result = (i_b * LQ * HQ + i_h) * D, (i_b * LK * HQ + i_h) * D, (i_b * LK * HQ + i_h) * DV
+        dtype: tl.constexpr = b_q[0].dtype
+        if WANT_D_V:
+            b_dv = accumulated(sums(BN, DV), tl.trans(thinned(b_p, b_kept, FEATURES)), b_do, PRECISION)
+            store_rows(D_V + v_result, 0, HQ * DV, o_c, LK, DV, b_dv)
+        if WANT_D_K:
+            b_dk = accumulated(sums(BN, D), tl.trans(b_dx), b_q, PRECISION)
+            store_rows(D_K + k_result, 0, HQ * D, o_c, LK, D, scaled(b_dk, scale))
+        if WANT_D_Q:
+            b_dq = accumulated(sums(BM, D), b_dx, b_k, PRECISION)
+            if CORRECTED:
+                b_mean = accumulated(sums(BM, D), b_p, b_k, PRECISION)  # P K
+                b_dq = without(b_dq, excess(b_dx, dtype, PRECISION), b_mean)
+            store_rows(D_Q + q_result, 0, HQ * D, o_r, LQ, D, scaled(b_dq, scale))
+        if TANGENT:
+            again = of_call(i)  # operands are loaded again where they are used: registers do not hold all
+            b_w = tl.zeros([BM, BN], tl.float32)
+            if HAS_TS:
+                b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
+                b_k = load_rows(K + k_offset, again, s_k, o_c, key_end, D, True)
+                b_tq = load_if(HAS_TQ, b_q, TQ + q_offset, again, s_q, o_r, query_end, D, True)
+                b_tk = load_if(HAS_TK, b_k, TK + k_offset, again, s_k, o_c, key_end, D, True)
+                b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
+                b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
+                b_w -= tl.sum(b_p * b_w, 1)[:, None]  # μ
+            b_tdp = tl.zeros([BM, BN], tl.float32)
+            if HAS_TDO:
+                b_tdo = load_rows(TDO + o_offset, again, s_o, o_r, query_end, DV, True)
+                b_tdp += products(b_tdo, load_rows(V + v_offset, again, s_v, o_c, key_end, DV, True), PRECISION)
+            if HAS_TV:
+                b_do = load_rows(DO + o_offset, again, s_o, o_r, query_end, DV, True)
+                b_tdp += products(b_do, load_rows(TV + v_offset, again, s_v, o_c, key_end, DV, True), PRECISION)
+            b_tdp = thinned(b_tdp, b_kept, FEATURES)
+            b_t_delta = delta_of(b_p * (b_tdp + b_w * b_dp), TD_LSE, x, m_x, HAS_TD_LSE)
+            if STATISTICS:
+                tl.store(T_DELTA + x, b_t_delta, mask=o_r < LQ)
+            b_tds = b_p * (b_tdp - b_t_delta[:, None]) + b_ds * b_w
+            b_tdx = under_cap(b_tds, b_u, FEATURES)
+            if FEATURES.cap and HAS_TS:
+                b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
+            b_tsum += b_tds
+            if WANT_TD_V:
+                again = of_call(i)
+                b_tdv = sums(BN, DV)
+                if HAS_TDO:
+                    b_tdo = load_rows(TDO + o_offset, again, s_o, o_r, query_end, DV, True)
+                    b_tdv = accumulated(b_tdv, tl.trans(thinned(b_p, b_kept, FEATURES)), b_tdo, PRECISION)
+                if HAS_TS:
+                    b_do = load_rows(DO + o_offset, again, s_o, o_r, query_end, DV, True)
+                    b_tdv = accumulated(b_tdv, tl.trans(thinned(b_p * b_w, b_kept, FEATURES)), b_do, PRECISION)
+                store_rows(TD_V + v_result, 0, HQ * DV, o_c, LK, DV, b_tdv)
+            if WANT_TD_K:
+                again = of_call(i)
+                b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
+                b_tdk = accumulated(sums(BN, D), tl.trans(b_tdx), b_q, PRECISION)
+                if HAS_TQ:
+                    b_tq = load_rows(TQ + q_offset, again, s_q, o_r, query_end, D, True)
+                    b_tdk = accumulated(b_tdk, tl.trans(b_dx), b_tq, PRECISION)
+                store_rows(TD_K + k_result, 0, HQ * D, o_c, LK, D, scaled(b_tdk, scale))
+            if WANT_TD_Q:
+                again = of_call(i)
+                b_k = load_rows(K + k_offset, again, s_k, o_c, key_end, D, True)
+                b_tdq = accumulated(sums(BM, D), b_tdx, b_k, PRECISION)
+                if HAS_TK:
+                    b_tk = load_rows(TK + k_offset, again, s_k, o_c, key_end, D, True)
+                    b_tdq = accumulated(b_tdq, b_dx, b_tk, PRECISION)
+                if CORRECTED:
+                    b_mean = accumulated(sums(BM, D), b_p, b_k, PRECISION)
+                    b_tdq = without(b_tdq, excess(b_tdx, dtype, PRECISION), b_mean)
+                    if HAS_TK:
+                        b_tdq = without(
+                            b_tdq, excess(b_dx, dtype, PRECISION), accumulated(sums(BM, D), b_p, b_tk, PRECISION)
+                        )
+                store_rows(TD_Q + q_result, 0, HQ * D, o_r, LQ, D, scaled(b_tdq, scale))
+    if WANT_D_BIAS:
+        store_sum(D_BIAS, b_sum, i_x, o_r, o_c, LQ, LK, FEATURES)
+    if WANT_TD_BIAS:
+        store_sum(TD_BIAS, b_tsum, i_x, o_r, o_c, LQ, LK, FEATURES)
+
+
+@triton.jit
+def of_call(i):
+    """Zero, which the compiler does not know: what was loaded is loaded again, and no sooner."""
+    tl.debug_barrier()
+    return i >> 30
+
+
+@triton.jit
+def probabilities(b_s):
+    """(P, ℓ in base 2) of rows of scores in base 2; zeros and +∞ of a row of -∞."""
+    b_m = tl.max(b_s, 1)
+    b_p = tl.math.exp2(b_s - tl.where(b_m == -float("inf"), 0.0, b_m)[:, None])
+    b_l = tl.sum(b_p, 1)
+    b_lse2 = tl.where(b_l == 0.0, float("inf"), b_m + tl.math.log2(b_l))
+    return b_p * (1.0 / tl.where(b_l == 0.0, 1.0, b_l))[:, None], b_lse2
+
+
+@triton.jit
+def delta_of(b_x, D_LSE, x, m_x, HAS_D_LSE: tl.constexpr):
+    """δ of what its rows sum up."""
+    b_delta = tl.sum(b_x, 1)
+    if HAS_D_LSE:
+        b_delta -= tl.load(D_LSE + x, mask=m_x, other=0.0)
+    return b_delta
+
+
+@triton.jit
+def excess(b_dx, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """[BM, 1]: what rounding adds to the sums of rows."""
+    return tl.sum(operand(b_dx, dtype, PRECISION).to(tl.float32) - b_dx, 1)[:, None]
+
+
+@triton.jit
+def store_sum(X, b_sum, i_x, o_r, o_c, LQ, LK, FEATURES: tl.constexpr):
+    """The gradient of a matrix of the bias, or of its only row."""
+    if FEATURES.bias.rows:
+        p_x = X + (i_x * LQ + o_r[:, None]) * LK + o_c[None, :]
+        tl.store(p_x, b_sum.to(X.dtype.element_ty), mask=(o_r < LQ)[:, None] & (o_c < LK)[None, :])
+    else:
+        tl.store(X + i_x * LK + o_c, tl.sum(b_sum, 0).to(X.dtype.element_ty), mask=o_c < LK)

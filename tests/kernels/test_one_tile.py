@@ -1,0 +1,144 @@
+"""The backward of short sequences, interpreted, against dense attention in float64; broken ones fail.  And compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oracle
+from compiled import Recorder, compiled
+from jax_flash_jvp import dot_product_attention
+from jax_flash_jvp.kernels.portable import jobs, one_tile
+from jax_flash_jvp.launch import Interpreter
+from jax_flash_jvp.problem import Operands, Problem
+
+B, T, S, H, D = 3, 13, 16, 2, 24
+IDS = np.arange(16) // 5
+CASES = {  # shape of the bias, features
+    "plain": (None, {}),
+    "causal": (None, dict(is_causal=True)),
+    "window": (None, dict(local_window_size=(4, 2))),
+    "lengths": (None, dict(query_seq_lengths=np.array([13, 5, 0]), key_value_seq_lengths=np.array([0, 16, 7]))),
+    "segments": (
+        None, dict(query_segment_ids=np.stack([IDS[:T] + 1] * B), key_value_segment_ids=np.stack([IDS] * B)),
+    ),
+    "mask": (None, dict(mask=oracle.normal(7, B, 1, T, S) > 0.5)),
+    "mask-by-key": (None, dict(mask=oracle.normal(7, B, 1, 1, S) > 0.5)),
+    "cap": (None, dict(logits_soft_cap=1.3)),
+    "negative": (None, dict(scale=-0.7)),
+    "bias": ((B, H, T, S), {}),
+    "bias-shared": ((B, 1, T, S), dict(is_causal=True)),
+    "bias-by-key": ((B, 1, 1, S), dict(logits_soft_cap=1.5)),
+    "bias-of-all": ((1, H, T, S), dict(key_value_seq_lengths=np.array([16, 0, 7]))),
+    "bias-by-row": ((B, H, T, 1), {}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that are launched, on a GPU of two multiprocessors."""
+    names, launch = [], Interpreter.launch
+    monkeypatch.setattr(Interpreter, "multiprocessors", 2)
+    monkeypatch.setattr(
+        Interpreter, "launch", lambda self, given: names.append(given.kernel.__name__) or launch(self, given)
+    )
+    return names
+
+
+def attention(*args, **features):
+    return dot_product_attention(*args, implementation="interpret", **features)
+
+
+def everything(features):
+    def compute(attention, x, tx, cy, cty):
+        f = lambda *x: attention(*x, **features)
+        return {
+            "backward": jax.vjp(f, *x)[1](cy.astype(x[0].dtype)),
+            "dual backward": jax.vjp(lambda x, tx: jax.jvp(f, x, tx), x, tx)[1]((cy.astype(x[0].dtype), cty.astype(x[0].dtype))),
+        }  # fmt: skip
+
+    return compute
+
+
+def arrays(bias, shift=0.0):
+    shapes = [(B, T, H, D), (B, S, H, D), (B, S, H, D), *([bias] if bias else [])]
+    x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
+    for of in (x, tx):
+        of[1][...] += shift * oracle.normal(5, 1, 1, H, D)
+    return x, tx, *(oracle.normal(20 + i, *shapes[0]) for i in range(2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name, dtype, launched):
+    bias, features = CASES[name]
+    oracle.assert_as_exact_as_naive(everything(features), attention, arrays(bias), dtype)
+    assert launched.count("one_tile") == 2
+    assert not {"query_side", "key_side"} & {*launched}
+    assert ("score_side" in launched) == (name == "bias-of-all")
+
+
+@pytest.mark.parametrize("features", [{}, dict(is_causal=True)], ids=["all", "causal"])
+def test_keys_with_a_part_in_common(features):
+    check_common(features)
+
+
+def check_common(features):
+    x, tx, cy, cty = arrays(None, 16.0)
+    oracle.assert_as_exact_on_average(
+        everything(features), attention, ((x[0] / 16, *x[1:]), tx, cy, cty), "bfloat16", times=2.0
+    )
+
+
+@pytest.mark.parametrize("lengths", [(33, 5), (5, 33), (17, 16)])
+def test_longer_sequences_have_two_sides(lengths, launched):
+    q, k = (jnp.ones((1, n, 1, 8)) for n in lengths)
+    jax.grad(lambda q: attention(q, k, k).sum())(q)
+    assert "one_tile" not in launched
+
+
+MUTANTS = {
+    "scale": ("scaled(b_dk, scale)", "b_dk"),
+    "delta": ("b_ds = b_p * (b_dp - b_delta[:, None])", "b_ds = b_p * b_dp"),
+    "mean-tangent": ("b_w -= tl.sum(b_p * b_w, 1)[:, None]", "b_w -= 0.0"),
+    "tangent-of-P": ("- b_t_delta[:, None]) + b_ds * b_w", "- b_t_delta[:, None])"),
+    "tangent-of-keys": ("b_tdq = accumulated(b_tdq, b_dx, b_tk, PRECISION)", "b_tdq = b_tdq"),
+    "values-by-w": ("thinned(b_p * b_w, b_kept, FEATURES)", "thinned(b_p, b_kept, FEATURES)"),
+    "bias": ("b_sum += b_ds", "b_sum = b_ds"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), MUTANTS.values(), ids=MUTANTS)
+def test_broken_kernels_fail(old, new, broken_kernels, launched):
+    broken_kernels(one_tile, old, new)
+    with pytest.raises(AssertionError):
+        oracle.assert_as_exact_as_naive(everything({}), attention, arrays((B, 1, T, S)), "float32")
+    assert "one_tile" in launched
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("old", ["b_dq = without(b_dq, ", "b_tdq = without(b_tdq, excess(b_tdx"])
+def test_rows_that_are_not_corrected_fail(old, broken_kernels):
+    broken_kernels(one_tile, old, f"_ = {old.partition(' = ')[2]}")
+    with pytest.raises(AssertionError, match="error"):
+        check_common({})
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90])
+@pytest.mark.parametrize(("length", "head_dim", "dtype", "precision"), [
+    (32, 16, "float32", "tf32"), (32, 64, "float32", "tf32"), (17, 32, "bfloat16", "ieee"), (64, 64, "bfloat16", "ieee"),
+])  # fmt: skip
+def test_compiles(length, head_dim, dtype, precision, capability):
+    recorder, array = Recorder(capability), jax.ShapeDtypeStruct((512, length, 4, head_dim), dtype)
+    bias = jax.ShapeDtypeStruct((512, 1, length, length), dtype)
+    statistic = jax.ShapeDtypeStruct((512, 4, length), "float32")
+    x, y, want = Operands(array, array, array, bias), (array, statistic), (True,) * 4
+    problem = Problem(scale=0.3, precision=precision)
+    jobs.backward(recorder, problem, x, y, (array, None), want)
+    if length <= one_tile.LONGEST:
+        jobs.backward_dual(recorder, problem, x, y, (array, None), (x, y, (array, None)), want, want)
+    for kernel, signature, constants, options in recorder.launches:
+        assert kernel.__name__ == "one_tile"
+        resources = compiled(kernel, signature, constants, capability=capability, **options)
+        assert resources.fits(capability), resources
+        assert resources.spill_stores <= 2000, resources
