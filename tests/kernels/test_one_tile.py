@@ -90,6 +90,15 @@ def check_common(features):
     )
 
 
+def test_hidden_nan_reaches_no_other_key(launched):
+    """A row's sums leave out what the row does not see."""
+    q, k, v = (jnp.asarray(oracle.normal(i, 1, n, 1, 16), "float32") for i, n in enumerate((5, 8, 8)))
+    gradient = jax.grad(lambda k, v: attention(q, k, v, is_causal=True).sum())
+    got, expected = gradient(k, v.at[:, 5:].set(jnp.nan)), gradient(k, v)
+    np.testing.assert_array_equal(got[:, :5], expected[:, :5])
+    assert "one_tile" in launched
+
+
 @pytest.mark.parametrize("lengths", [(33, 5), (5, 33), (17, 16)])
 def test_longer_sequences_have_two_sides(lengths, launched):
     q, k = (jnp.ones((1, n, 1, 8)) for n in lengths)

@@ -12,8 +12,9 @@ and along tangents of everything that stands there, with w = Ṡ − μ, so that
 The tangent of the backward is also the reverse rule of forward + tangent: with d_o the cotangent of ȯ and ḋ_o that of o,
 the plain results are the cotangents of the tangents and the dotted ones those of the operands.
 
-Short sequences have a kernel for all of it, `one_tile.py`.  Elsewhere there is one each for what sums over queries (dK, dV), over keys (dQ), and over what a bias is broadcast along (`bias.py`), and
-one for δ before: no atomics, the same bits on every run.  Dropout multiplies the products with V and what meets d_o.
+Short sequences have a kernel for all of it, `one_tile.py`.  Elsewhere there is one each for what sums over queries (dK, dV),
+over keys (dQ), and over what a bias is broadcast along (`bias.py`), and one for δ before: no atomics, the same bits on every
+run.  Dropout multiplies the products with V and what meets d_o.
 
 A row of dS sums to the cotangent of ℓ, of ḋS to its tangent.  By how much a row exceeds that, as it is rounded and multiplied,
 `query_side` takes off δ, for the kernels after it, and off dQ, times a mean key, of the head or of the row (`means.py`): see

@@ -150,7 +150,7 @@ def one_tile(
         b_seen = visible(o_m, o_n, 0, sight, FEATURES) & m_x[:, None]
         b_p, b_lse2 = probabilities(tl.where(b_seen, b_s, -float("inf")))
         b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
-        b_dp = thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES)
+        b_dp = tl.where(b_seen, thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES), 0.0)
         b_delta = delta_of(b_p * b_dp, D_LSE, x, m_x, HAS_D_LSE)
         b_ds = b_p * (b_dp - b_delta[:, None])
         if STATISTICS:
@@ -182,6 +182,7 @@ def one_tile(
                 b_tk = load_if(HAS_TK, b_k, TK + k_offset, again, s_k, o_c, key_end, D, True)
                 b_ts = tangent_products(b_q, b_k, b_tq, b_tk, HAS_TQ, HAS_TK, PRECISION)
                 b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
+                b_w = tl.where(b_seen, b_w, 0.0)
                 b_w -= tl.sum(b_p * b_w, 1)[:, None]  # μ
             b_tdp = tl.zeros([BM, BN], tl.float32)
             if HAS_TDO:
@@ -190,7 +191,7 @@ def one_tile(
             if HAS_TV:
                 b_do = load_rows(DO + o_offset, again, s_o, o_r, query_end, DV, True)
                 b_tdp += products(b_do, load_rows(TV + v_offset, again, s_v, o_c, key_end, DV, True), PRECISION)
-            b_tdp = thinned(b_tdp, b_kept, FEATURES)
+            b_tdp = tl.where(b_seen, thinned(b_tdp, b_kept, FEATURES), 0.0)
             b_t_delta = delta_of(b_p * (b_tdp + b_w * b_dp), TD_LSE, x, m_x, HAS_TD_LSE)
             if STATISTICS:
                 tl.store(T_DELTA + x, b_t_delta, mask=o_r < LQ)
