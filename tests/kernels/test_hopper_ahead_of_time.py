@@ -477,6 +477,14 @@ def test_which_kernels_are_taken(length, head_dim, how, families, caplog):
     assert [record.getMessage().rpartition(" (")[0] for record in caplog.records] == said
 
 
+@pytest.mark.parametrize(("groups", "registers"), config.REGISTERS.items())
+def test_warps_divide_the_registers_of_a_program(groups, registers):
+    """The consumer warpgroups, and a warpgroup's worth for all helpers: as many as there are, of which each gets eights."""
+    assert all(n % 8 == 0 for n in registers)
+    assert registers.launched * 128 * (groups + 1) <= 65536
+    assert 0 <= registers.launched * (groups + 1) - (registers.consumer * groups + registers.helper) < 8 * groups
+
+
 @pytest.mark.parametrize(
     ("batch", "queries", "keys", "head_dim", "taken"),
     [

@@ -18,7 +18,17 @@ from jax_flash_jvp.problem import Operands, Problem, dtype_of
 GROUP = GROUP_ROWS.value  # resident rows of a consumer warpgroup
 WIDTHS = (32, 64, 96, 128, 192, 256)
 WARPS = 4  # of the first warpgroup
-REGISTERS = {2: 168, 3: 128}  # of a thread, by consumer warpgroups; `skeleton.py` divides them anew among all warps
+
+
+class Registers(NamedTuple):
+    """What a thread gets of the 65,536 registers of a program."""
+
+    launched: int  # every thread, as the program begins; then its warps divide them anew
+    consumer: int  # of a warpgroup that multiplies
+    helper: int  # of a warp that loads, or adds dQ up
+
+
+REGISTERS = {2: Registers(168, 240, 24), 3: Registers(128, 160, 24)}  # by consumer warpgroups
 
 
 def width_of(head_dim: int) -> int:

@@ -451,7 +451,7 @@ def program(arrays, call, options):
     fence_async_shared()
     numbers = programs.queue(options.GROUPS) if options.FEATURES.dynamic else full
     memory = Memory(q_s, tq_s, ring_s, q_full, q_empty, full, empty, turn, numbers)
-    run(consume, produce, arrays, memory, call, options)
+    run(consume, produce, None, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)

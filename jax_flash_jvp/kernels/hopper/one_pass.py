@@ -20,8 +20,8 @@ from jax_flash_jvp.kernels.hopper.blocks import block_of, others_of_resident, vi
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout, unfolded
 from jax_flash_jvp.kernels.hopper.programs import Integers, aligned
 from jax_flash_jvp.kernels.hopper.ring import described, matrix
-from jax_flash_jvp.kernels.hopper.skeleton import run_adding
-from jax_flash_jvp.kernels.hopper.step_one_pass_dual import GROUPS, STREAMED
+from jax_flash_jvp.kernels.hopper.skeleton import run
+from jax_flash_jvp.kernels.hopper.step_one_pass_dual import STREAMED
 from jax_flash_jvp.kernels.hopper.visibility import Selection, clear_unseen, has_masked_tiles, selected
 
 # constants: SLOTS of q and of d_o, KEPT tiles of dS; ROW and HEIGHT are for `block_of`; DUAL: with tangents
@@ -270,9 +270,9 @@ def program(arrays, call, options):
         k_full, v_full, cleaned, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty, turn,
     )  # fmt: skip
     if options.DUAL:
-        run_adding(consume, adding.add, produce, arrays, memory, call, options)
+        run(consume, adding.add, produce, arrays, memory, call, options)
     else:
-        run_adding(consume, produce, adding.add, arrays, memory, call, options)
+        run(consume, produce, adding.add, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
@@ -308,8 +308,8 @@ def one_pass_dual(
     MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES, COMMON,
     scale, n, HQ, GROUP, LQ, LK, left, right, of_blocks, of_heads, of_together, of_rest,
     dq_d, rows_d, COUNTS, DK, DV, TDK, TDV,
-    C: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, LAG: gl.constexpr, CORRECTED: gl.constexpr,
-    RAGGED: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
+    C: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, GROUPS: gl.constexpr, LAG: gl.constexpr,
+    CORRECTED: gl.constexpr, RAGGED: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(

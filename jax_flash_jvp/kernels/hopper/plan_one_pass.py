@@ -90,10 +90,13 @@ class InOnePass:
             dq_d=sums_of("DQ", self.floats[0]), rows_d=InPlace(Blocks(made["ROWS"], (tile * (1 + self.dual),))),
             COUNTS=InPlace(made["COUNTS"]) if self.ordered else None, DK=call.key_gradient, DV=call.key_gradient,
         )  # fmt: skip
-        features: dict[str, Any] = dict(one_loop=self.sweep.one_loop, heads_in_turn=self.ordered)
+        features = dataclasses.replace(
+            call.features, one_loop=self.sweep.one_loop, heads_in_turn=self.ordered, deferred=ring.deferred, late_dp=ring.late_dp
+        )  # fmt: skip
         constants = dict(
-            C=call.head_dim, SLOTS=ring.slots, KEPT=ring.kept, LAG=ring.lag, CORRECTED=call.portable.corrected,
-            RAGGED=call.features.key_lengths or call.key_length % rows > 0, ORDERED=self.ordered,
+            C=call.head_dim, SLOTS=ring.slots, KEPT=ring.kept, GROUPS=ring.groups, LAG=ring.lag,
+            CORRECTED=call.portable.corrected, RAGGED=call.features.key_lengths or call.key_length % rows > 0,
+            ORDERED=self.ordered,
         )  # fmt: skip
         if self.dual:
             arrays |= call.descriptors(
@@ -104,15 +107,14 @@ class InOnePass:
             outputs |= dict(TDK=call.key_gradient, TDV=call.key_gradient)
         else:
             outputs["dq_r"] = sums_of("DQ_R", self.floats[-1])
-            constants |= dict(GROUPS=ring.groups, TURNS=ring.turns)
-            features |= dict(deferred=ring.deferred, late_dp=ring.late_dp)
+            constants["TURNS"] = ring.turns
         return call.launcher.launch(
             Launch(
                 call.kernel, numbers["n"],
                 dict(**arrays, **statistics, **call.portable.selected(True), TILES=lists, COMMON=common),
                 dict(call.scalars, **numbers), outputs,
-                dict(constants, FEATURES=dataclasses.replace(call.features, **features)), config.WARPS, num_stages=1,
-                registers=config.REGISTERS[ring.groups],
+                dict(constants, FEATURES=features), config.WARPS, num_stages=1,
+                registers=config.REGISTERS[ring.groups].launched,
             )
         )  # fmt: skip
 

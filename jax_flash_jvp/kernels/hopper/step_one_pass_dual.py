@@ -27,8 +27,7 @@ from jax_flash_jvp.kernels.hopper.visibility import Others, clear_unseen
 
 STREAMED = gl.constexpr(32)  # queries of a tile
 COLUMNS = gl.constexpr(64)  # channels of one, with those that TMA fills up
-GROUPS = gl.constexpr(2)  # as registers hold four sums of 64 rows
-FLOATS = gl.constexpr(4 * 32)  # rows of 32 floats that TMA adds at a time
+FLOATS = gl.constexpr(2 * COLUMNS * STREAMED // 32)  # rows of 32 floats that TMA adds for a tile
 
 
 @gluon.jit

@@ -477,7 +477,7 @@ def program(arrays, call, options):
     memory = Memory(
         k_s, v_s, tk_s, tv_s, ring_s, resident_full, resident_empty, full, empty, stats, s_full, s_empty, turn, numbers
     )
-    run(consume, produce, arrays, memory, call, options)
+    run(consume, produce, None, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
