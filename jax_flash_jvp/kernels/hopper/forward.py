@@ -255,7 +255,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
 
                 wait(full, k_at)
                 if HAS_TS and MASKED and FEATURES.ranges.present:
-                    if t >= visits.whole_first:
+                    if t >= visits.which.unseen_first:
                         keys = (
                             (ring.rows_from(kk, 0, T), ring.rows_from(kk, T, T))
                             if options.HAS_TK
@@ -296,7 +296,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 if MASKED and FEATURES.key_lengths:
                     ring.clean(v, j * T, sight.key_end)
                 if MASKED and FEATURES.ranges.present:
-                    if t >= visits.whole_first:
+                    if t >= visits.which.unseen_first:
                         values = (v, tv) if options.HAS_TV else (v,)
                         visibility.clear_unseen(values, j * T, others_of_streamed(row, sight, options), True, FEATURES)
                 if options.TURNS:
@@ -380,7 +380,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
                 if MASKED and FEATURES.key_lengths:
                     ring.clean(v, v_row, sight.key_end)
                 if MASKED and FEATURES.ranges.present:
-                    if t > visits.whole_first:
+                    if t > visits.which.unseen_first:
                         visibility.clear_unseen((v,), v_row, others_of_streamed(row, sight, options), True, FEATURES)
                 p = products.unpacked(pairs, memory.q[0].dtype, products.operand_layout(T))
                 b_o = accumulated(p, v, b_o)
@@ -402,7 +402,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
             if MASKED and FEATURES.key_lengths:
                 ring.clean(v, j * T, sight.key_end)
             if MASKED and FEATURES.ranges.present:
-                if t_end > visits.whole_first:
+                if t_end > visits.which.unseen_first:
                     visibility.clear_unseen((v,), j * T, others_of_streamed(row, sight, options), True, FEATURES)
             p = products.unpacked(pairs, memory.q[0].dtype, products.operand_layout(T))
             b_o = accumulated(p, v, b_o)

@@ -174,7 +174,9 @@ def consume(w: gl.constexpr, memory, call, options):
         for t in range(low, high):
             j = adding.tile_of(t, visits, options)
             masked = adding.is_masked(t, visits, options)
-            unseen = t - visits.plain_end >= visits.whole_first
+            unseen = False
+            if options.FEATURES.ranges.present:
+                unseen = t - visits.plain_end >= visits.which.unseen_first
             ds, totals = steps.step(
                 i, j, masked, unseen, w, resident_row, sight, ds, totals, memory, call.scale, options
             )

@@ -17,9 +17,12 @@ words = gluon.jit(visibility.words.fn)
 Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS RANGES TILES")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
 Bounds = namedtuple("Bounds", "start first whole stop")
-# numbers of whole tiles, then of masked ones, and which these are: a list, or the tiles from `list_at` on (`span`); of a list of
-# ranges the masked ones from `whole_first` on have rows that nobody sees
-Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end list_at whole_first whole_end")
+# numbers of whole tiles, then of masked ones, and which tiles these are: those of a list, or those of a span
+Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end which")
+# whole tiles, then masked ones, of which those from number `unseen_first` on have rows that nobody sees
+TileList = namedtuple("TileList", "p_tiles unseen_first")
+# the whole tiles whole_first … whole_end - 1, and the masked ones from `start` on before them, and after them
+TileSpan = namedtuple("TileSpan", "start whole_first whole_end")
 
 
 @triton.constexpr_function
@@ -64,7 +67,7 @@ def lengths(i_b, ints, selection, FEATURES: gl.constexpr):
 
 @gluon.jit
 def span(bounds, T: gl.constexpr, HAS_MASKED: gl.constexpr, FEATURES: gl.constexpr):
-    """The tiles whole_first … whole_end - 1, which need no mask, come first; then those from `list_at` on, and those after."""
+    """The tiles within bounds."""
     start, first, whole, stop = bounds
     if HAS_MASKED:
         n = gl.maximum(gl.cdiv(stop, T), 0)
@@ -73,10 +76,10 @@ def span(bounds, T: gl.constexpr, HAS_MASKED: gl.constexpr, FEATURES: gl.constex
         end = gl.minimum(gl.maximum(gl.maximum(whole, 0) // T, first), n)
         if FEATURES.one_loop:
             end = first
-        return Visits(0, end - first, 0, first - start + n - end, start, first, end)
+        return Visits(0, end - first, 0, first - start + n - end, TileSpan(start, first, end))
     else:
         n = gl.cdiv(stop, T)
-        return Visits(0, n, 0, 0, 0, 0, n)
+        return Visits(0, n, 0, 0, TileSpan(0, 0, n))
 
 
 @gluon.jit
@@ -90,7 +93,7 @@ def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
     heads first, then the masked ones.  There is no list of tiles, and nothing but the ragged end is masked.
     FROM_ZERO: the side masks nothing, and its loops begin at zero.  That takes a register less where the number of a tile is
     not needed."""
-    _, plain, _, masked, list_at, whole_first, whole_end = visits
+    _, plain, _, masked, which = visits
     before_plain = i_g * plain
     before_masked = group * plain + i_g * masked
     plain_first = clamped(work.first - before_plain, plain)
@@ -98,9 +101,9 @@ def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
     masked_first = clamped(work.first - before_masked, masked)
     masked_end = clamped(work.end - before_masked, masked)
     if FROM_ZERO:
-        return Visits(0, plain_end - plain_first, 0, 0, 0, plain_first, plain_first)
+        return Visits(0, plain_end - plain_first, 0, 0, TileSpan(0, plain_first, plain_first))
     else:
-        return Visits(plain_first, plain_end, masked_first, masked_end, list_at, whole_first, whole_end)
+        return Visits(plain_first, plain_end, masked_first, masked_end, which)
 
 
 @gluon.jit
@@ -180,11 +183,11 @@ def selected(block, i_h, call, options):
 @gluon.jit
 def of_loop(visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """The visits of one loop: masked tiles without rows that nobody sees, or, if MASKED is 2, those with such rows."""
-    plain_first, plain_end, masked_first, masked_end, start, first, end = visits
+    plain_first, plain_end, masked_first, masked_end, which = visits
     if MASKED == 2:
-        return Visits(plain_first, plain_end, first, masked_end, start, first, end)
+        return Visits(plain_first, plain_end, which.unseen_first, masked_end, which)
     elif MASKED and FEATURES.ranges.present:
-        return Visits(plain_first, plain_end, masked_first, first, start, first, end)
+        return Visits(plain_first, plain_end, masked_first, which.unseen_first, which)
     else:
         return visits
 
@@ -202,14 +205,15 @@ def range_of(visits, MASKED: gl.constexpr):
 def tile_at(t, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """The t-th of the tiles that everybody sees whole, or of the MASKED."""
     if FEATURES.tiles.present:
-        return gl.load(visits.list_at + (visits.plain_end + t if MASKED else t))
+        return gl.load(visits.which.p_tiles + (visits.plain_end + t if MASKED else t))
     elif MASKED:
-        j = visits.list_at + t
-        if j >= visits.whole_first:
-            j += visits.whole_end - visits.whole_first
+        start, whole_first, whole_end = visits.which
+        j = start + t
+        if j >= whole_first:
+            j += whole_end - whole_first
         return j
     else:
-        return visits.whole_first + t
+        return visits.which.whole_first + t
 
 
 @gluon.jit
@@ -217,7 +221,7 @@ def listed(t, visits, MASKED: gl.constexpr):
     """`tile_at`, or nothing behind the last."""
     at = visits.plain_end + t if MASKED else t
     _, end = range_of(visits, MASKED)
-    return gl.load(visits.list_at + at, mask=t < end, other=0)
+    return gl.load(visits.which.p_tiles + at, mask=t < end, other=0)
 
 
 @gluon.jit
