@@ -501,7 +501,7 @@ def test_warps_divide_the_registers_of_a_program(groups, registers):
 def test_lengths_that_differ(batch, queries, keys, head_dim, taken):
     array = lambda length: jax.ShapeDtypeStruct((batch, length, 8, head_dim), jnp.bfloat16)
     x = Operands(array(queries), array(keys), array(keys))
-    takes = lambda problem, x: [j for j in config.FROM[64] if config.choice(j, Recorder(90), problem, x).hopper]
+    takes = lambda problem, x: [j for j in config.FROM[64] if jobs.choice(j, Recorder(90), problem, x).hopper]
     assert " ".join(takes(Problem(0.1), x)) == taken
     shortest = x._replace(query=array(min(queries, keys)), key=array(min(queries, keys)))
     if queries < keys:  # blocks that are not alike are not shared
