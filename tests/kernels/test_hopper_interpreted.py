@@ -654,7 +654,7 @@ LISTED_MUTANTS = {
     "word-of-another-thread": ("* 4 + o_w)", "* 4 + 3 - o_w)"),
     "bits-of-another-tile": (">> column % 128 // 4", ">> 0"),
     "words-of-another-tile": ("column // 128 * 4", "0"),
-    "first-head-for-all": ("i += i_b * (HQ // GROUP) + i_h // GROUP if", "i += i_b * (HQ // GROUP) if"),
+    "first-head-for-all": ("head_slice(selection.MASK, i_b, i_h,", "head_slice(selection.MASK, i_b, i_h * 0,"),
 }
 
 

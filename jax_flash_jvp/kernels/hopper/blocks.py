@@ -84,9 +84,8 @@ def visits_of_head(i_g, block, ints, selection, options):
         i_h = block.i_resident if options.ROW else block.i_stream + i_g
         CLASSES: gl.constexpr = FEATURES.tile_classes
         size = block.i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + CLASSES)
-        p_tiles = head_slice(selection.TILES, block.i_b, i_h, ints, size, TILES_AXES) + block.i_block * (
-            n_tiles + CLASSES
-        )
+        p_tiles = head_slice(selection.TILES, block.i_b, i_h, ints.HQ, ints.GROUP, size, TILES_AXES)
+        p_tiles += block.i_block * (n_tiles + CLASSES)
         plain = 0 if FEATURES.one_loop else gl.load(p_tiles)
         unseen = gl.load(p_tiles + 1) - plain if FEATURES.ranges.present else 0
         visits = Visits(0, plain, 0, gl.load(p_tiles + (CLASSES - 1)) - plain, TileList(p_tiles + CLASSES, unseen))

@@ -9,10 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout
 from jax_flash_jvp.kernels.hopper.ring import row_layout
-from jax_flash_jvp.kernels.portable import visibility
+from jax_flash_jvp.kernels.portable import scores, visibility
 from jax_flash_jvp.kernels.portable.visibility import MaskReader
 
-words = gluon.jit(visibility.words.fn)
+head_slice, words = gluon.jit(scores.head_slice.fn), gluon.jit(visibility.words.fn)
 # arrays that say what is seen, as far as there are any
 Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS RANGES TILES")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
@@ -123,20 +123,6 @@ def key_bounds(row, ROWS: gl.constexpr, key_end, ints, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def head_slice(X, i_b, i_h, ints, size, AXES: gl.constexpr):
-    """The same as in `portable/scores.py`."""
-    HQ, GROUP = ints.HQ, ints.GROUP
-    i = i_b * 0
-    if AXES.heads:
-        i += i_b * HQ + i_h if AXES.batch else i_h
-    elif AXES.groups:
-        i += i_b * (HQ // GROUP) + i_h // GROUP if AXES.batch else i_h // GROUP
-    elif AXES.batch:
-        i += i_b
-    return X + i.to(gl.int64) * size
-
-
-@gluon.jit
 def n_blocks(LQ, LK, FEATURES: gl.constexpr):
     """The number of a mask's blocks of queries, and of keys."""
     ROWS: gl.constexpr = FEATURES.mask_rows
@@ -158,7 +144,7 @@ def selected(block, i_h, call, options):
         OTHER: gl.constexpr = FEATURES.mask_columns if options.ROW else FEATURES.mask_rows
         n_q, n_k = n_blocks(LQ, LK, FEATURES)
         if FEATURES.mask_pages:
-            blocks = head_slice(blocks, i_b, i_h, ints, size * (1 + n_q * n_k), MASK_AXES)
+            blocks = head_slice(blocks, i_b, i_h, ints.HQ, ints.GROUP, size * (1 + n_q * n_k), MASK_AXES)
             size *= gl.load(blocks) * (OWN * words(OTHER, 32))
             blocks += 1
         else:
@@ -168,13 +154,13 @@ def selected(block, i_h, call, options):
         size *= LQ
     elif FEATURES.mask.columns:
         size *= LK
-    mask = head_slice(selection.MASK, i_b, i_h, ints, size, MASK_AXES)
+    mask = head_slice(selection.MASK, i_b, i_h, ints.HQ, ints.GROUP, size, MASK_AXES)
     q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
     ranges = selection.RANGES
     if FEATURES.ranges.present:
         RANGES_AXES: gl.constexpr = FEATURES.ranges
         size = i_b.to(gl.int64) * 0 + LQ * (2 * FEATURES.intervals)
-        ranges = head_slice(ranges, i_b, i_h, ints, size, RANGES_AXES)
+        ranges = head_slice(ranges, i_b, i_h, ints.HQ, ints.GROUP, size, RANGES_AXES)
     return MaskReader(
         block.query_end, block.key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, ranges, mask, blocks
     )  # fmt: skip
