@@ -1118,7 +1118,7 @@ def test_one_pass_dual_broken_fails(old, new, late):
     ("case", "old", "new"),
     [
         ("key-lengths", "ring.clean(matrix(memory.tk, w), 0, n)", "pass"),
-        ("all", "clean(tdo, j * T, sight.query_end)", "pass"),
+        ("all", "clean_tile((q, tq), (do, tdo)", "clean_tile((q, tq), (do,)"),
         ("kept-2", "wait_empty(memory.ds_empty, kept)", "pass"),
     ],
 )
