@@ -47,7 +47,7 @@ def block_of(i, ints, selection, options):
     i_block, i_ba = own_block(work.block, ints, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
     i_b, i_resident = divided(i_ba, HA, ints.of_heads)
     resident_row = i_block * ROWS
-    query_end, key_end = lengths(i_b, ints, selection, FEATURES)
+    query_end, key_end = lengths(selection.Q_LENGTHS, selection.K_LENGTHS, i_b, LQ, LK, FEATURES)
     if ROW:
         group = 1
         i_stream = i_resident // GROUP

@@ -12,7 +12,7 @@ from jax_flash_jvp.kernels.hopper.ring import row_layout
 from jax_flash_jvp.kernels.portable import scores, visibility
 from jax_flash_jvp.kernels.portable.visibility import MaskReader
 
-head_slice, words = gluon.jit(scores.head_slice.fn), gluon.jit(visibility.words.fn)
+head_slice, lengths, words = (gluon.jit(f.fn) for f in (scores.head_slice, scores.lengths, visibility.words))
 # arrays that say what is seen, as far as there are any
 Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS RANGES TILES")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
@@ -52,17 +52,6 @@ def only_a_mask(features):
 def read_by_element(features):
     """Segments, ranges or a vector."""
     return features.tiles.present and (features.segments or features.ranges.present or not features.mask.matrix)
-
-
-@gluon.jit
-def lengths(i_b, ints, selection, FEATURES: gl.constexpr):
-    """(queries, keys) of this batch entry; what lies beyond is padding."""
-    LQ, LK = ints.LQ, ints.LK
-    if FEATURES.query_lengths:
-        LQ = gl.minimum(LQ, gl.load(selection.Q_LENGTHS + i_b))
-    if FEATURES.key_lengths:
-        LK = gl.minimum(LK, gl.load(selection.K_LENGTHS + i_b))
-    return LQ, LK
 
 
 @gluon.jit
