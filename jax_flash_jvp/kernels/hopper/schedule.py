@@ -117,11 +117,12 @@ class Sweep:
         whole, rest = divmod(blocks, concurrent)
         least = triton.cdiv(rest * n_tiles, concurrent)
         if self.alike and 0 < least < n_tiles and concurrent * n_tiles < DIVISIBLE:
-            others = lambda share: (
-                -(-n_tiles // share) - 1 + (n_tiles % share > 0)
-            )  # fragments of a block but one, at most
+            # fragments of a block but one, at most
+            others = lambda share: triton.cdiv(n_tiles, share) - 1 + (n_tiles % share > 0)
             tiles = lambda share: share + config.FRAGMENT[self.kernel] / ring.tile * others(share)
-            even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer fragments
+            even = (
+                triton.cdiv(n_tiles, n) for n in range(triton.cdiv(n_tiles, least) - 1, 1, -1)
+            )  # with fewer fragments
             share = min((least, *even), key=tiles)
             shared = whole + tiles(share) / n_tiles
             if shared < whole + 1:
