@@ -256,11 +256,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 wait(full, k_at)
                 if HAS_TS and MASKED and FEATURES.ranges.present:
                     if t >= visits.which.unseen_first:
-                        keys = (
-                            (ring.rows_from(kk, 0, T), ring.rows_from(kk, T, T))
-                            if options.HAS_TK
-                            else (ring.rows_from(kk, 0, T),)
-                        )
+                        keys = (ring.rows_from(kk, 0, T),) + ((ring.rows_from(kk, T, T),) if options.HAS_TK else ())
                         visibility.clear_unseen(keys, j * T, others_of_streamed(row, sight, options), True, FEATURES)
                 tq = matrix(memory.tq, unfolded(own_queries, tick))
                 later = tick > first_tick

@@ -112,18 +112,13 @@ def produce(arrays, memory, call, options):
 def clean_resident(w: gl.constexpr, n, resident_row, others, memory, options):
     """Zeros for a warpgroup's rows of k and v from the n-th on, and for those that nobody sees, which may hold anything: all make
     dq of them."""
+    buffers = (memory.k, memory.v) + ((memory.tk, memory.tv) if options.DUAL else ())
     if options.FEATURES.key_lengths:
-        ring.clean(matrix(memory.k, w), 0, n)
-        ring.clean(matrix(memory.v, w), 0, n)
-        if options.DUAL:
-            ring.clean(matrix(memory.tk, w), 0, n)
-            ring.clean(matrix(memory.tv, w), 0, n)
+        for I in gl.static_range(len(buffers)):
+            ring.clean(matrix(buffers[I], w), 0, n)
     if options.FEATURES.ranges.present:
         if others.end > others.first:
-            resident = (matrix(memory.k, w), matrix(memory.v, w))
-            if options.DUAL:
-                resident = resident + (matrix(memory.tk, w), matrix(memory.tv, w))
-            clear_unseen(resident, resident_row, others, True, options.FEATURES)
+            clear_unseen([matrix(buffer, w) for buffer in buffers], resident_row, others, True, options.FEATURES)
     fence_async_shared()
     mbarrier.arrive(memory.cleaned.index(0), count=1)
     mbarrier.wait(memory.cleaned.index(0), 0)
@@ -139,22 +134,13 @@ def as_after(i, ints):
 
 
 @gluon.jit
-def first_sums(options):
-    """Zeros for dk and dv, and for their tangents."""
-    none = products.sums(options.C)
-    if options.DUAL:
-        return none, none, none, none
-    else:
-        return none, none
-
-
-@gluon.jit
 def consume(w: gl.constexpr, memory, call, options):
     steps: gl.constexpr = step_one_pass_dual if options.DUAL else step_one_pass
     ints, selection = call.ints, call.selection
     block = block_of(gl.program_id(0), ints, selection, options)
     resident_row = (block.i_block * options.GROUPS + w) * GROUP_ROWS
-    totals = first_sums(options)
+    none = products.sums(options.C)
+    totals = (none, none) + ((none, none) if options.DUAL else ())  # dk and dv, and their tangents
     ds = products.operand(gl.zeros([GROUP_ROWS, options.T], memory.ds.dtype, product_layout(options.T)))
     others = 0
     if options.FEATURES.ranges.present:
