@@ -24,7 +24,7 @@ class InOnePass:
         (self.o, self.log_sum_exp), (self.d_o, self.d_lse) = y, cy
         self.tx, (self.t_o, self.mu), (self.t_d_o, self.t_d_lse) = tangents
         self.sweep = call.sweep(by_key=True)
-        self.ring = config.ONE_PASS_DUAL[call.width] if self.dual else self.sweep.ring_of_one_pass()
+        self.ring = self.sweep.ring_of_one_pass(self.dual)
         self.tile = (STREAMED if self.dual else TILE).value
         self.query_tiles = call.batch * call.query_heads * triton.cdiv(call.query_length, TILE.value)
         self.queries = self.query_tiles * TILE.value  # with those that fill up the last tiles

@@ -76,8 +76,7 @@ class Sweep:
         table = config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM
         if width not in table:
             return None
-        groups = config.ONE_PASS_DUAL[width].groups if dual else self.ring_of_one_pass().groups
-        blocks = triton.cdiv(self.resident, GROUP * groups)  # of a head
+        blocks = triton.cdiv(self.resident, GROUP * self.ring_of_one_pass(dual).groups)  # of a head
         rounds = triton.cdiv(blocks * self.heads, concurrent)
         rows, busy = min(self.resident, self.seen), blocks * self.heads
         if not any(rows >= from_rows and busy >= filled * rounds * concurrent for from_rows, filled in table[width]):
@@ -95,9 +94,9 @@ class Sweep:
         tiles = self.seen / tile * self.group * (1 if self.alike else 0.5)  # of a block
         return together / (rounds * tiles)
 
-    def ring_of_one_pass(self) -> OnePass:
+    def ring_of_one_pass(self, dual: bool) -> OnePass:
         """Blocks of which there are lists have a power of two of rows."""
-        ring = config.ONE_PASS[config.width_of(self.head_dim)]
+        ring = (config.ONE_PASS_DUAL if dual else config.ONE_PASS)[config.width_of(self.head_dim)]
         return ring._replace(groups=2) if self.features.tiles.present else ring
 
     def blocks(self, ring: Ring) -> int:
