@@ -22,7 +22,10 @@ class Registers(NamedTuple):
     helper: int  # of a warp that loads, or adds dQ up
 
 
-REGISTERS = {2: Registers(168, 240, 24), 3: Registers(128, 160, 24)}  # by consumer warpgroups
+REGISTERS = {  # by consumer warpgroups
+    2: Registers(launched=168, consumer=240, helper=24),
+    3: Registers(launched=128, consumer=160, helper=24),
+}
 
 
 def width_of(head_dim: int) -> int:

@@ -119,9 +119,8 @@ class Sweep:
             # fragments of a block but one, at most
             others = lambda share: triton.cdiv(n_tiles, share) - 1 + (n_tiles % share > 0)
             tiles = lambda share: share + config.FRAGMENT[self.kernel] / ring.tile * others(share)
-            even = (
-                triton.cdiv(n_tiles, n) for n in range(triton.cdiv(n_tiles, least) - 1, 1, -1)
-            )  # with fewer fragments
+            # with fewer fragments
+            even = (triton.cdiv(n_tiles, n) for n in range(triton.cdiv(n_tiles, least) - 1, 1, -1))
             share = min((least, *even), key=tiles)
             shared = whole + tiles(share) / n_tiles
             if shared < whole + 1:
