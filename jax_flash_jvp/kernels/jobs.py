@@ -26,10 +26,9 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
     if not launcher.descriptors and problem.implementation != "hopper":
         logger.debug("the portable kernels run: the Hopper kernels need TMA descriptors, which this launcher lacks")
         return portable
-    from jax_flash_jvp.kernels.hopper import config  # needs Gluon, which others do without
-    from jax_flash_jvp.kernels.hopper import jobs as hopper
+    from jax_flash_jvp.kernels.hopper import jobs as hopper  # needs Gluon, which others do without
 
-    reason = config.unserved(launcher, problem, x) if d_o else "a cotangent of the log-sum-exp alone"
+    reason = hopper.unserved(launcher, problem, x) if d_o else "a cotangent of the log-sum-exp alone"
     if problem.implementation == "hopper":
         if reason is None:
             logger.debug("the Hopper kernels run: they are asked for")
@@ -40,7 +39,7 @@ def _family(job: str, launcher: Launcher, problem: Problem, x: Operands, d_o: bo
     if reason is not None:
         logger.debug("the portable kernels run: the Hopper kernels do not serve %s", reason)
         return portable
-    chosen, queries, keys = config.choice(job, launcher, problem, x), x.query.shape[1], x.key.shape[1]
+    chosen, queries, keys = hopper.choice(job, launcher, problem, x), x.query.shape[1], x.key.shape[1]
     family, name = (hopper, "Hopper") if chosen.hopper else (portable, "portable")
     found = "the %s kernels run: they are faster for %s of %d queries and %d keys (%s)"
     logger.debug(found, name, job, queries, keys, chosen.reason)

@@ -14,7 +14,7 @@ from torch.func import grad, jacfwd, jvp, vjp, vmap  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import torch_bridge  # noqa: E402
-from jax_flash_jvp.kernels.hopper.config import Choice  # noqa: E402
+from jax_flash_jvp.kernels.hopper.jobs import Choice  # noqa: E402
 from packed import drawn  # noqa: E402
 from torch_bridge import plans, reference  # noqa: E402
 from torch_bridge import scaled_dot_product_attention as sdpa  # noqa: E402
@@ -50,7 +50,7 @@ def family(request, monkeypatch):
     if request.param == "hopper":
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("needs a Hopper GPU")
-        monkeypatch.setattr("jax_flash_jvp.kernels.hopper.config.choice", lambda *_: Choice(True, ""))
+        monkeypatch.setattr("jax_flash_jvp.kernels.hopper.jobs.choice", lambda *_: Choice(True, ""))
     plans.plans.clear()
     yield request.param
     plans.plans.clear()

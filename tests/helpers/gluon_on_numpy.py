@@ -428,8 +428,18 @@ vars(hopper).update(
 )
 ampere = types.ModuleType("triton.experimental.gluon.language.nvidia.ampere")
 ampere.async_copy = types.SimpleNamespace(async_load=copy_async, mbarrier_arrive=arrive_with_copies)
+
+
+def jit(function=None, **_):
+    """Functions of the portable kernels, which some share, have Triton for their language."""
+    if function is None or "tl" not in function.__globals__:
+        return function or jit
+    named = {name: getattr(value, "value", value) for name, value in function.__globals__.items()}
+    return types.FunctionType(function.__code__, named | {"tl": language})
+
+
 gluon = types.ModuleType("triton.experimental.gluon")
-vars(gluon).update(jit=lambda function=None, **_: function or gluon.jit, language=language)
+vars(gluon).update(jit=jit, language=language)
 experimental = types.ModuleType("triton.experimental")
 experimental.gluon = gluon
 

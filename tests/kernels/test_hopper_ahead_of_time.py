@@ -477,6 +477,14 @@ def test_which_kernels_are_taken(length, head_dim, how, families, caplog):
     assert [record.getMessage().rpartition(" (")[0] for record in caplog.records] == said
 
 
+@pytest.mark.parametrize(("groups", "registers"), config.REGISTERS.items())
+def test_warps_divide_the_registers_of_a_program(groups, registers):
+    """The consumer warpgroups, and a warpgroup's worth for all helpers: as many as there are, of which each gets eights."""
+    assert all(n % 8 == 0 for n in registers)
+    assert registers.launched * 128 * (groups + 1) <= 65536
+    assert 0 <= registers.launched * (groups + 1) - (registers.consumer * groups + registers.helper) < 8 * groups
+
+
 @pytest.mark.parametrize(
     ("batch", "queries", "keys", "head_dim", "taken"),
     [
@@ -493,7 +501,7 @@ def test_which_kernels_are_taken(length, head_dim, how, families, caplog):
 def test_lengths_that_differ(batch, queries, keys, head_dim, taken):
     array = lambda length: jax.ShapeDtypeStruct((batch, length, 8, head_dim), jnp.bfloat16)
     x = Operands(array(queries), array(keys), array(keys))
-    takes = lambda problem, x: [j for j in config.FROM[64] if config.choice(j, Recorder(90), problem, x).hopper]
+    takes = lambda problem, x: [j for j in config.FROM[64] if jobs.choice(j, Recorder(90), problem, x).hopper]
     assert " ".join(takes(Problem(0.1), x)) == taken
     shortest = x._replace(query=array(min(queries, keys)), key=array(min(queries, keys)))
     if queries < keys:  # blocks that are not alike are not shared

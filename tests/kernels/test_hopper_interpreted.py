@@ -654,7 +654,7 @@ LISTED_MUTANTS = {
     "word-of-another-thread": ("* 4 + o_w)", "* 4 + 3 - o_w)"),
     "bits-of-another-tile": (">> column % 128 // 4", ">> 0"),
     "words-of-another-tile": ("column // 128 * 4", "0"),
-    "first-head-for-all": ("i += i_b * (HQ // GROUP) + i_h // GROUP if", "i += i_b * (HQ // GROUP) if"),
+    "first-head-for-all": ("head_slice(selection.MASK, i_b, i_h,", "head_slice(selection.MASK, i_b, i_h * 0,"),
 }
 
 
@@ -900,7 +900,7 @@ def test_one_pass_broken_fails(old, new, late):
 @pytest.mark.parametrize(
     ("case", "old", "new"),
     [
-        ("D96-lengths", "ring.clean(matrix(memory.k, w), 0, n)", "pass"),
+        ("D96-lengths", "ring.clean(matrix(buffers[I], w), 0, n)", "pass"),
         ("lag-2", "mbarrier.wait(memory.dq_empty.index(w), odd)", "pass"),
         ("D64", "wait_empty(memory.ds_empty, kept)", "pass"),
         ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % options.GROUPS), count=1)", "pass"),
@@ -1117,8 +1117,8 @@ def test_one_pass_dual_broken_fails(old, new, late):
 @pytest.mark.parametrize(
     ("case", "old", "new"),
     [
-        ("key-lengths", "ring.clean(matrix(memory.tk, w), 0, n)", "pass"),
-        ("all", "clean(tdo, j * T, sight.query_end)", "pass"),
+        ("key-lengths", "ring.clean(matrix(buffers[I], w), 0, n)", "if I < 2: ring.clean(matrix(buffers[I], w), 0, n)"),
+        ("all", "clean_tile((q, tq), (do, tdo)", "clean_tile((q, tq), (do,)"),
         ("kept-2", "wait_empty(memory.ds_empty, kept)", "pass"),
     ],
 )

@@ -76,15 +76,15 @@ def tile_range(visits, options):
     if options.FEATURES.tiles.present:
         return 0, n
     elif options.ORDERED:  # the last first: negative numbers
-        return 1 - visits.list_at - n, 1 - visits.list_at
+        return 1 - visits.which.start - n, 1 - visits.which.start
     else:
-        return visits.list_at, visits.list_at + n
+        return visits.which.start, visits.which.start + n
 
 
 @gluon.jit
 def tile_of(t, visits, options):
     if options.FEATURES.tiles.present:
-        return gl.load(visits.list_at + t)
+        return gl.load(visits.which.p_tiles + t)
     elif options.ORDERED:
         return -t
     else:
@@ -97,7 +97,7 @@ def is_masked(t, visits, options):
         return t >= visits.plain_end
     else:
         j = tile_of(t, visits, options)
-        return (j < visits.whole_first) | (j >= visits.whole_end)
+        return (j < visits.which.whole_first) | (j >= visits.which.whole_end)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from jax_flash_jvp.kernels.hopper.programs import divided, item, own_block
 from jax_flash_jvp.kernels.hopper.visibility import (
     Bounds,
     Others,
+    TileList,
     Visits,
     head_slice,
     key_bounds,
@@ -46,7 +47,7 @@ def block_of(i, ints, selection, options):
     i_block, i_ba = own_block(work.block, ints, gl.cdiv(LQ if ROW else LK, ROWS), ROW, FEATURES)
     i_b, i_resident = divided(i_ba, HA, ints.of_heads)
     resident_row = i_block * ROWS
-    query_end, key_end = lengths(i_b, ints, selection, FEATURES)
+    query_end, key_end = lengths(selection.Q_LENGTHS, selection.K_LENGTHS, i_b, LQ, LK, FEATURES)
     if ROW:
         group = 1
         i_stream = i_resident // GROUP
@@ -83,12 +84,11 @@ def visits_of_head(i_g, block, ints, selection, options):
         i_h = block.i_resident if options.ROW else block.i_stream + i_g
         CLASSES: gl.constexpr = FEATURES.tile_classes
         size = block.i_b.to(gl.int64) * 0 + n_blocks * (n_tiles + CLASSES)
-        p_tiles = head_slice(selection.TILES, block.i_b, i_h, ints, size, TILES_AXES) + block.i_block * (
-            n_tiles + CLASSES
-        )
+        p_tiles = head_slice(selection.TILES, block.i_b, i_h, ints.HQ, ints.GROUP, size, TILES_AXES)
+        p_tiles += block.i_block * (n_tiles + CLASSES)
         plain = 0 if FEATURES.one_loop else gl.load(p_tiles)
         unseen = gl.load(p_tiles + 1) - plain if FEATURES.ranges.present else 0
-        visits = Visits(0, plain, 0, gl.load(p_tiles + (CLASSES - 1)) - plain, p_tiles + CLASSES, unseen, 0)
+        visits = Visits(0, plain, 0, gl.load(p_tiles + (CLASSES - 1)) - plain, TileList(p_tiles + CLASSES, unseen))
     else:
         visits = span(block.bounds, T, options.HAS_MASKED, FEATURES)
     if FEATURES.shared:
@@ -117,10 +117,10 @@ def others_of_resident(block, call, options):
     for i_g in range(heads):
         visits = visits_of_head(i_g, block, call.ints, call.selection, options)
         n = visits.plain_end + visits.masked_end
-        before = visits.plain_end + visits.whole_first
+        before = visits.plain_end + visits.which.unseen_first
         if n > before:
-            first = gl.minimum(first, gl.load(visits.list_at + before))
-            end = gl.maximum(end, gl.load(visits.list_at + (n - 1)) + 1)
+            first = gl.minimum(first, gl.load(visits.which.p_tiles + before))
+            end = gl.maximum(end, gl.load(visits.which.p_tiles + (n - 1)) + 1)
         if not options.ROW:
             known += before
     if known > 0:

@@ -91,7 +91,7 @@ class HopperCall:
             dict(
                 C=self.head_dim, FEATURES=features, SLOTS=ring.slots, GROUPS=ring.groups, HEIGHT=ring.height, TURNS=ring.turns,
                 RAGGED=bool(sweep.streamed % ring.tile), **constants
-            ), config.WARPS, num_stages=1, registers=config.REGISTERS[ring.groups],
+            ), config.WARPS, num_stages=1, registers=config.REGISTERS[ring.groups].launched,
         )  # fmt: skip
         return self.launcher.launch(launch)
 

@@ -1,24 +1,31 @@
-"""How the Hopper kernels are set up, and what they serve: rings and limits, each with the GPU, the date and the lengths L at
+"""How the Hopper kernels are set up, and when they are faster: rings and limits, each with the GPU, the date and the lengths L at
 which it was measured.
 
 Widths are those of heads, up to so many channels.  Heads of 65 to 96 channels were measured at 72, mostly at L = 256 too.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
-import triton
-
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS
-from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE
-from jax_flash_jvp.kernels.launcher import Launcher
-from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
 GROUP = GROUP_ROWS.value  # resident rows of a consumer warpgroup
 WIDTHS = (32, 64, 96, 128, 192, 256)
 WARPS = 4  # of the first warpgroup
-REGISTERS = {2: 168, 3: 128}  # of a thread, by consumer warpgroups; `skeleton.py` divides them anew among all warps
+
+
+class Registers(NamedTuple):
+    """What a thread gets of the 65,536 registers of a program."""
+
+    launched: int  # every thread, as the program begins; then its warps divide them anew
+    consumer: int  # of a warpgroup that multiplies
+    helper: int  # of a warp that loads, or adds dQ up
+
+
+REGISTERS = {  # by consumer warpgroups
+    2: Registers(launched=168, consumer=240, helper=24),
+    3: Registers(launched=128, consumer=160, helper=24),
+}
 
 
 def width_of(head_dim: int) -> int:
@@ -222,7 +229,7 @@ DRIFT_BELOW, SECTOR, ROUNDS = 512, 16, 8
 # of the time.
 FRAGMENT = {"forward": 256, "backward": 160}
 
-# ------------------------------------------------------------------------------------------------ what is served
+# ------------------------------------------------------------------------------------------------ when they are faster
 
 # The shortest sequences, by width and job, for which these kernels are faster than the portable ones.  H200 and H100,
 # 2026-11-26; where queries and keys differ in number, B8 T64 S4096 H8 D64, H200, 2026-11-28.
@@ -243,52 +250,3 @@ FROM_IF_MANY: dict[int, dict[str, int]] = {
     192: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
     256: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
 }
-SERVED = (
-    "query", "key", "value", "mask", "query_lengths", "key_lengths", "query_segments", "key_segments", "key_ranges",
-    "mask_pages",
-)  # fmt: skip
-
-
-def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
-    """What of this call, which the portable kernels serve, these do not, or None."""
-    if launcher.target != 90:
-        return "this GPU"
-    if not launcher.descriptors:
-        return "this launcher, which has no TMA descriptors"
-    if dtype_of(x.query) not in ("float16", "bfloat16"):
-        return f"{dtype_of(x.query)} arrays"
-    for name, a in x._asdict().items():
-        if a is not None and name not in SERVED:
-            return f"`{name}`"
-    if problem.soft_cap is not None:
-        return "a soft cap"
-    if x.value.shape[-1] != x.query.shape[-1]:
-        return "a `value` whose head dimension differs from that of `query`"
-    if problem.scale < 1e-30:  # its reciprocal is to be a float32 too
-        return "a `scale` below 1e-30"
-    rows = max(x.query.shape[1] * x.query.shape[2], x.key.shape[1] * x.key.shape[2]) * x.query.shape[0]
-    if rows // GROUP + x.query.shape[0] * x.query.shape[2] >= DIVISIBLE:
-        return "so many rows"
-    if any(s % 8 for a in x[:3] for s in launcher.strides(a)[:-1]):
-        return "strides that are not multiples of 16 bytes"
-    return None
-
-
-class Choice(NamedTuple):
-    hopper: bool
-    reason: str
-
-
-def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choice:
-    """Are these kernels faster than the portable ones?"""
-    (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
-    width = width_of(head_dim)
-    if job == "forward" and x.query_segments is not None and width <= 64:
-        return Choice(False, "with segment ids and a head dimension up to 64")
-    many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
-    length, what = min(queries, keys), "the smaller number"
-    sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
-    if sees_all and not many and GROUP <= queries < keys:  # programs share blocks, and what idle ones do costs nothing
-        length, what = math.isqrt(queries * keys), "√(queries × keys)"
-    shortest = (FROM_IF_MANY if many else FROM)[width][job]
-    return Choice(length >= shortest, f"the Hopper kernels run if {what} is at least {shortest}")

@@ -255,12 +255,8 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
 
                 wait(full, k_at)
                 if HAS_TS and MASKED and FEATURES.ranges.present:
-                    if t >= visits.whole_first:
-                        keys = (
-                            (ring.rows_from(kk, 0, T), ring.rows_from(kk, T, T))
-                            if options.HAS_TK
-                            else (ring.rows_from(kk, 0, T),)
-                        )
+                    if t >= visits.which.unseen_first:
+                        keys = (ring.rows_from(kk, 0, T),) + ((ring.rows_from(kk, T, T),) if options.HAS_TK else ())
                         visibility.clear_unseen(keys, j * T, others_of_streamed(row, sight, options), True, FEATURES)
                 tq = matrix(memory.tq, unfolded(own_queries, tick))
                 later = tick > first_tick
@@ -296,7 +292,7 @@ def consume_dual(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight,
                 if MASKED and FEATURES.key_lengths:
                     ring.clean(v, j * T, sight.key_end)
                 if MASKED and FEATURES.ranges.present:
-                    if t >= visits.whole_first:
+                    if t >= visits.which.unseen_first:
                         values = (v, tv) if options.HAS_TV else (v,)
                         visibility.clear_unseen(values, j * T, others_of_streamed(row, sight, options), True, FEATURES)
                 if options.TURNS:
@@ -380,7 +376,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
                 if MASKED and FEATURES.key_lengths:
                     ring.clean(v, v_row, sight.key_end)
                 if MASKED and FEATURES.ranges.present:
-                    if t > visits.whole_first:
+                    if t > visits.which.unseen_first:
                         visibility.clear_unseen((v,), v_row, others_of_streamed(row, sight, options), True, FEATURES)
                 p = products.unpacked(pairs, memory.q[0].dtype, products.operand_layout(T))
                 b_o = accumulated(p, v, b_o)
@@ -402,7 +398,7 @@ def consume_plain(i, w: gl.constexpr, k_at, tick, own_queries, block, row, sight
             if MASKED and FEATURES.key_lengths:
                 ring.clean(v, j * T, sight.key_end)
             if MASKED and FEATURES.ranges.present:
-                if t_end > visits.whole_first:
+                if t_end > visits.which.unseen_first:
                     visibility.clear_unseen((v,), j * T, others_of_streamed(row, sight, options), True, FEATURES)
             p = products.unpacked(pairs, memory.q[0].dtype, products.operand_layout(T))
             b_o = accumulated(p, v, b_o)
@@ -451,7 +447,7 @@ def program(arrays, call, options):
     fence_async_shared()
     numbers = programs.queue(options.GROUPS) if options.FEATURES.dynamic else full
     memory = Memory(q_s, tq_s, ring_s, q_full, q_empty, full, empty, turn, numbers)
-    run(consume, produce, arrays, memory, call, options)
+    run(consume, produce, None, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)

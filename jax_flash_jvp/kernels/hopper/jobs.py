@@ -1,14 +1,73 @@
 """The jobs of attention as launches of the Hopper kernels: the same functions as in `portable/jobs.py`, for what they serve."""
 
+import math
+from typing import NamedTuple
+
+import triton
+
 from jax_flash_jvp.kernels.hopper import config, one_pass, two_sides
 from jax_flash_jvp.kernels.hopper import forward as forward_kernels
 from jax_flash_jvp.kernels.hopper.call import HopperCall
 from jax_flash_jvp.kernels.hopper.config import GROUP
 from jax_flash_jvp.kernels.hopper.plan_one_pass import InOnePass
 from jax_flash_jvp.kernels.hopper.plan_two_sides import TwoSides
+from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE
 from jax_flash_jvp.kernels.launcher import Launcher
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
-from jax_flash_jvp.problem import Operands, Problem
+from jax_flash_jvp.problem import Operands, Problem, dtype_of
+
+SERVED = (
+    "query", "key", "value", "mask", "query_lengths", "key_lengths", "query_segments", "key_segments", "key_ranges",
+    "mask_pages",
+)  # fmt: skip
+
+
+def unserved(launcher: Launcher, problem: Problem, x: Operands) -> str | None:
+    """What of this call, which the portable kernels serve, these do not, or None."""
+    if launcher.target != 90:
+        return "this GPU"
+    if not launcher.descriptors:
+        return "this launcher, which has no TMA descriptors"
+    if dtype_of(x.query) not in ("float16", "bfloat16"):
+        return f"{dtype_of(x.query)} arrays"
+    for name, a in x._asdict().items():
+        if a is not None and name not in SERVED:
+            return f"`{name}`"
+    if problem.soft_cap is not None:
+        return "a soft cap"
+    if x.value.shape[-1] != x.query.shape[-1]:
+        return "a `value` whose head dimension differs from that of `query`"
+    if problem.scale < 1e-30:  # its reciprocal is to be a float32 too
+        return "a `scale` below 1e-30"
+    rows = max(x.query.shape[1] * x.query.shape[2], x.key.shape[1] * x.key.shape[2]) * x.query.shape[0]
+    if rows // GROUP + x.query.shape[0] * x.query.shape[2] >= DIVISIBLE:
+        return "so many rows"
+    if any(s % 8 for a in x[:3] for s in launcher.strides(a)[:-1]):
+        return "strides that are not multiples of 16 bytes"
+    return None
+
+
+class Choice(NamedTuple):
+    hopper: bool
+    reason: str
+
+
+def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choice:
+    """Are these kernels faster than the portable ones?"""
+    (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
+    width = config.width_of(head_dim)
+    if job == "forward" and x.query_segments is not None and width <= 64:
+        return Choice(False, "with segment ids and a head dimension up to 64")
+    many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
+    length, what = min(queries, keys), "the smaller number"
+    sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
+    if sees_all and not many and GROUP <= queries < keys:  # programs share blocks, and what idle ones do costs nothing
+        length, what = math.isqrt(queries * keys), "√(queries × keys)"
+    shortest = (config.FROM_IF_MANY if many else config.FROM)[width][job]
+    return Choice(length >= shortest, f"the Hopper kernels run if {what} is at least {shortest}")
+
+
+# ------------------------------------------------------------------------------------------------ the jobs
 
 
 def forward(launcher: Launcher, problem: Problem, x: Operands, tx: Operands = NO_TANGENT):

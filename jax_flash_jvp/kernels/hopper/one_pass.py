@@ -20,8 +20,8 @@ from jax_flash_jvp.kernels.hopper.blocks import block_of, others_of_resident, vi
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout, unfolded
 from jax_flash_jvp.kernels.hopper.programs import Integers, aligned
 from jax_flash_jvp.kernels.hopper.ring import described, matrix
-from jax_flash_jvp.kernels.hopper.skeleton import run_adding
-from jax_flash_jvp.kernels.hopper.step_one_pass_dual import GROUPS, STREAMED
+from jax_flash_jvp.kernels.hopper.skeleton import run
+from jax_flash_jvp.kernels.hopper.step_one_pass_dual import STREAMED
 from jax_flash_jvp.kernels.hopper.visibility import Selection, clear_unseen, has_masked_tiles, selected
 
 # constants: SLOTS of q and of d_o, KEPT tiles of dS; ROW and HEIGHT are for `block_of`; DUAL: with tangents
@@ -112,18 +112,13 @@ def produce(arrays, memory, call, options):
 def clean_resident(w: gl.constexpr, n, resident_row, others, memory, options):
     """Zeros for a warpgroup's rows of k and v from the n-th on, and for those that nobody sees, which may hold anything: all make
     dq of them."""
+    buffers = (memory.k, memory.v) + ((memory.tk, memory.tv) if options.DUAL else ())
     if options.FEATURES.key_lengths:
-        ring.clean(matrix(memory.k, w), 0, n)
-        ring.clean(matrix(memory.v, w), 0, n)
-        if options.DUAL:
-            ring.clean(matrix(memory.tk, w), 0, n)
-            ring.clean(matrix(memory.tv, w), 0, n)
+        for I in gl.static_range(len(buffers)):
+            ring.clean(matrix(buffers[I], w), 0, n)
     if options.FEATURES.ranges.present:
         if others.end > others.first:
-            resident = (matrix(memory.k, w), matrix(memory.v, w))
-            if options.DUAL:
-                resident = resident + (matrix(memory.tk, w), matrix(memory.tv, w))
-            clear_unseen(resident, resident_row, others, True, options.FEATURES)
+            clear_unseen([matrix(buffer, w) for buffer in buffers], resident_row, others, True, options.FEATURES)
     fence_async_shared()
     mbarrier.arrive(memory.cleaned.index(0), count=1)
     mbarrier.wait(memory.cleaned.index(0), 0)
@@ -139,22 +134,13 @@ def as_after(i, ints):
 
 
 @gluon.jit
-def first_sums(options):
-    """Zeros for dk and dv, and for their tangents."""
-    none = products.sums(options.C)
-    if options.DUAL:
-        return none, none, none, none
-    else:
-        return none, none
-
-
-@gluon.jit
 def consume(w: gl.constexpr, memory, call, options):
     steps: gl.constexpr = step_one_pass_dual if options.DUAL else step_one_pass
     ints, selection = call.ints, call.selection
     block = block_of(gl.program_id(0), ints, selection, options)
     resident_row = (block.i_block * options.GROUPS + w) * GROUP_ROWS
-    totals = first_sums(options)
+    none = products.sums(options.C)
+    totals = (none, none) + ((none, none) if options.DUAL else ())  # dk and dv, and their tangents
     ds = products.operand(gl.zeros([GROUP_ROWS, options.T], memory.ds.dtype, product_layout(options.T)))
     others = 0
     if options.FEATURES.ranges.present:
@@ -174,7 +160,9 @@ def consume(w: gl.constexpr, memory, call, options):
         for t in range(low, high):
             j = adding.tile_of(t, visits, options)
             masked = adding.is_masked(t, visits, options)
-            unseen = t - visits.plain_end >= visits.whole_first
+            unseen = False
+            if options.FEATURES.ranges.present:
+                unseen = t - visits.plain_end >= visits.which.unseen_first
             ds, totals = steps.step(
                 i, j, masked, unseen, w, resident_row, sight, ds, totals, memory, call.scale, options
             )
@@ -270,9 +258,9 @@ def program(arrays, call, options):
         k_full, v_full, cleaned, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty, turn,
     )  # fmt: skip
     if options.DUAL:
-        run_adding(consume, adding.add, produce, arrays, memory, call, options)
+        run(consume, adding.add, produce, arrays, memory, call, options)
     else:
-        run_adding(consume, produce, adding.add, arrays, memory, call, options)
+        run(consume, produce, adding.add, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)
@@ -308,8 +296,8 @@ def one_pass_dual(
     MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES, COMMON,
     scale, n, HQ, GROUP, LQ, LK, left, right, of_blocks, of_heads, of_together, of_rest,
     dq_d, rows_d, COUNTS, DK, DV, TDK, TDV,
-    C: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, LAG: gl.constexpr, CORRECTED: gl.constexpr,
-    RAGGED: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
+    C: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, GROUPS: gl.constexpr, LAG: gl.constexpr,
+    CORRECTED: gl.constexpr, RAGGED: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(

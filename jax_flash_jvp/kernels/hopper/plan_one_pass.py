@@ -24,7 +24,7 @@ class InOnePass:
         (self.o, self.log_sum_exp), (self.d_o, self.d_lse) = y, cy
         self.tx, (self.t_o, self.mu), (self.t_d_o, self.t_d_lse) = tangents
         self.sweep = call.sweep(by_key=True)
-        self.ring = config.ONE_PASS_DUAL[call.width] if self.dual else self.sweep.ring_of_one_pass()
+        self.ring = self.sweep.ring_of_one_pass(self.dual)
         self.tile = (STREAMED if self.dual else TILE).value
         self.query_tiles = call.batch * call.query_heads * triton.cdiv(call.query_length, TILE.value)
         self.queries = self.query_tiles * TILE.value  # with those that fill up the last tiles
@@ -90,10 +90,13 @@ class InOnePass:
             dq_d=sums_of("DQ", self.floats[0]), rows_d=InPlace(Blocks(made["ROWS"], (tile * (1 + self.dual),))),
             COUNTS=InPlace(made["COUNTS"]) if self.ordered else None, DK=call.key_gradient, DV=call.key_gradient,
         )  # fmt: skip
-        features: dict[str, Any] = dict(one_loop=self.sweep.one_loop, heads_in_turn=self.ordered)
+        features = dataclasses.replace(
+            call.features, one_loop=self.sweep.one_loop, heads_in_turn=self.ordered, deferred=ring.deferred, late_dp=ring.late_dp
+        )  # fmt: skip
         constants = dict(
-            C=call.head_dim, SLOTS=ring.slots, KEPT=ring.kept, LAG=ring.lag, CORRECTED=call.portable.corrected,
-            RAGGED=call.features.key_lengths or call.key_length % rows > 0, ORDERED=self.ordered,
+            C=call.head_dim, SLOTS=ring.slots, KEPT=ring.kept, GROUPS=ring.groups, LAG=ring.lag,
+            CORRECTED=call.portable.corrected, RAGGED=call.features.key_lengths or call.key_length % rows > 0,
+            ORDERED=self.ordered,
         )  # fmt: skip
         if self.dual:
             arrays |= call.descriptors(
@@ -104,15 +107,14 @@ class InOnePass:
             outputs |= dict(TDK=call.key_gradient, TDV=call.key_gradient)
         else:
             outputs["dq_r"] = sums_of("DQ_R", self.floats[-1])
-            constants |= dict(GROUPS=ring.groups, TURNS=ring.turns)
-            features |= dict(deferred=ring.deferred, late_dp=ring.late_dp)
+            constants["TURNS"] = ring.turns
         return call.launcher.launch(
             Launch(
                 call.kernel, numbers["n"],
                 dict(**arrays, **statistics, **call.portable.selected(True), TILES=lists, COMMON=common),
                 dict(call.scalars, **numbers), outputs,
-                dict(constants, FEATURES=dataclasses.replace(call.features, **features)), config.WARPS, num_stages=1,
-                registers=config.REGISTERS[ring.groups],
+                dict(constants, FEATURES=features), config.WARPS, num_stages=1,
+                registers=config.REGISTERS[ring.groups].launched,
             )
         )  # fmt: skip
 

@@ -7,10 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from jax_flash_jvp.kernels.portable.scores import widths
+from jax_flash_jvp.kernels.portable import scores
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+log2_sum_exp = gluon.jit(scores.log2_sum_exp.fn)
+LOG2E, LN2 = gl.constexpr(scores.LOG2E.value), gl.constexpr(scores.LN2.value)
 LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothing has been seen yet
 GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup
 
@@ -20,8 +20,8 @@ def column_widths(channels):
     """`widths`, with two exceptions.  Above 128 there are 128 and the rest.  32 and 16 become 64: in newer Tritons the sums of
     two parts leave no registers for long tiles."""
     if channels > 128:
-        return (128, *widths(channels - 128))
-    return (64,) if 32 < channels <= 48 else widths(channels)
+        return (128, *scores.widths(channels - 128))
+    return (64,) if 32 < channels <= 48 else scores.widths(channels)
 
 
 @triton.constexpr_function
@@ -163,12 +163,6 @@ def settled_before(b_x, p, b_s, N: gl.constexpr):
     else:
         b_0, b_1, p, b_s = warpgroup_mma_wait(N, deps=[b_x[0], b_x[1], p, b_s])
         return (b_0, b_1), p, b_s
-
-
-@gluon.jit
-def log2_sum_exp(b_lse):
-    """The same as in `portable/scores.py`."""
-    return gl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
 
 
 @gluon.jit

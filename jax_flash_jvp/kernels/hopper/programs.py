@@ -14,7 +14,7 @@ from jax_flash_jvp.kernels.hopper.ring import AGAIN, advance, barriers, give_bac
 from jax_flash_jvp.kernels.portable import scores
 
 aligned = gluon.jit(scores.aligned.fn)
-HEADS_SHARING_L2 = gl.constexpr(8)  # heads whose streamed rows are to share the L2 cache
+HEADS_SHARING_L2 = gl.constexpr(scores.HEADS_SHARING_L2.value)
 
 # those of a launch: blocks, query heads, those for each key head, lengths, reach to both sides, blocks that are not shared,
 # tiles of the others for each program, concurrent programs; reciprocals, for `divided`: of a head's blocks, a batch

@@ -76,8 +76,7 @@ class Sweep:
         table = config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM
         if width not in table:
             return None
-        groups = config.ONE_PASS_DUAL[width].groups if dual else self.ring_of_one_pass().groups
-        blocks = triton.cdiv(self.resident, GROUP * groups)  # of a head
+        blocks = triton.cdiv(self.resident, GROUP * self.ring_of_one_pass(dual).groups)  # of a head
         rounds = triton.cdiv(blocks * self.heads, concurrent)
         rows, busy = min(self.resident, self.seen), blocks * self.heads
         if not any(rows >= from_rows and busy >= filled * rounds * concurrent for from_rows, filled in table[width]):
@@ -95,9 +94,9 @@ class Sweep:
         tiles = self.seen / tile * self.group * (1 if self.alike else 0.5)  # of a block
         return together / (rounds * tiles)
 
-    def ring_of_one_pass(self) -> OnePass:
+    def ring_of_one_pass(self, dual: bool) -> OnePass:
         """Blocks of which there are lists have a power of two of rows."""
-        ring = config.ONE_PASS[config.width_of(self.head_dim)]
+        ring = (config.ONE_PASS_DUAL if dual else config.ONE_PASS)[config.width_of(self.head_dim)]
         return ring._replace(groups=2) if self.features.tiles.present else ring
 
     def blocks(self, ring: Ring) -> int:
@@ -117,11 +116,11 @@ class Sweep:
         whole, rest = divmod(blocks, concurrent)
         least = triton.cdiv(rest * n_tiles, concurrent)
         if self.alike and 0 < least < n_tiles and concurrent * n_tiles < DIVISIBLE:
-            others = lambda share: (
-                -(-n_tiles // share) - 1 + (n_tiles % share > 0)
-            )  # fragments of a block but one, at most
+            # fragments of a block but one, at most
+            others = lambda share: triton.cdiv(n_tiles, share) - 1 + (n_tiles % share > 0)
             tiles = lambda share: share + config.FRAGMENT[self.kernel] / ring.tile * others(share)
-            even = (-(-n_tiles // n) for n in range(-(-n_tiles // least) - 1, 1, -1))  # with fewer fragments
+            # with fewer fragments
+            even = (triton.cdiv(n_tiles, n) for n in range(triton.cdiv(n_tiles, least) - 1, 1, -1))
             share = min((least, *even), key=tiles)
             shared = whole + tiles(share) / n_tiles
             if shared < whole + 1:

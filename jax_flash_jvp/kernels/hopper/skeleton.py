@@ -5,60 +5,55 @@ up.  Those that compute several blocks a program bring what one block takes, `co
 to `consume_blocks` and `produce_blocks`.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jax_flash_jvp.kernels.hopper import config
 from jax_flash_jvp.kernels.hopper.blocks import tiles_in_all
 from jax_flash_jvp.kernels.hopper.programs import first_block, items, next_block, received_block
 from jax_flash_jvp.kernels.hopper.ring import Cursor, advance
 
+REGISTERS = gl.constexpr(config.REGISTERS)  # a constant, so that Triton compiles anew where it changes
+
+
+@triton.constexpr_function
+def warps(groups, helpers):
+    """Of each consumer warpgroup but the first, and of each helper."""
+    return [4] * (groups - 1) + [1] * helpers
+
+
+@triton.constexpr_function
+def registers(groups, helpers):
+    """Of a thread of these."""
+    return [REGISTERS[groups].consumer] * (groups - 1) + [REGISTERS[groups].helper] * helpers
+
 
 @gluon.jit
-def consumer(w: gl.constexpr, consume: gl.constexpr, memory, call, options):
-    consume(w, memory, call, options)
+def work(function: gl.constexpr, own, memory, call, options):
+    """What `warp_specialize` calls, as it takes no function that is a parameter."""
+    function(own, memory, call, options)
 
 
 @gluon.jit
-def helper(work: gl.constexpr, arrays, memory, call, options):
-    work(arrays, memory, call, options)
-
-
-@gluon.jit
-def run(consume: gl.constexpr, produce: gl.constexpr, arrays, memory, call, options):
-    """Two or three warpgroups that multiply, and a warp that loads."""
+def run(consume: gl.constexpr, first: gl.constexpr, second: gl.constexpr, arrays, memory, call, options):
+    """Two or three warpgroups that multiply, and a warp for each of two functions, or for the `first` alone."""
+    HELPERS: gl.constexpr = 1 if second is None else 2
     if options.GROUPS == 2:
         gl.warp_specialize([
-            (consumer, (0, consume, memory, call, options)),
-            (consumer, (1, consume, memory, call, options)),
-            (helper, (produce, arrays, memory, call, options)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (work, (consume, 0, memory, call, options)),
+            (work, (consume, 1, memory, call, options)),
+            (work, (first, arrays, memory, call, options)),
+            (work, (second, arrays, memory, call, options)),
+        ][: 2 + HELPERS], warps(2, HELPERS), registers(2, HELPERS))  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, consume, memory, call, options)),
-            (consumer, (1, consume, memory, call, options)),
-            (consumer, (2, consume, memory, call, options)),
-            (helper, (produce, arrays, memory, call, options)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
-
-
-@gluon.jit
-def run_adding(consume: gl.constexpr, first: gl.constexpr, second: gl.constexpr, arrays, memory, call, options):
-    """Two or three warpgroups that multiply, and two warps, of which one loads and one adds."""
-    if options.GROUPS == 2:
-        gl.warp_specialize([
-            (consumer, (0, consume, memory, call, options)),
-            (consumer, (1, consume, memory, call, options)),
-            (helper, (first, arrays, memory, call, options)),
-            (helper, (second, arrays, memory, call, options)),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consumer, (0, consume, memory, call, options)),
-            (consumer, (1, consume, memory, call, options)),
-            (consumer, (2, consume, memory, call, options)),
-            (helper, (first, arrays, memory, call, options)),
-            (helper, (second, arrays, memory, call, options)),
-        ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
+            (work, (consume, 0, memory, call, options)),
+            (work, (consume, 1, memory, call, options)),
+            (work, (consume, 2, memory, call, options)),
+            (work, (first, arrays, memory, call, options)),
+            (work, (second, arrays, memory, call, options)),
+        ][: 3 + HELPERS], warps(3, HELPERS), registers(3, HELPERS))  # fmt: skip
 
 
 @gluon.jit

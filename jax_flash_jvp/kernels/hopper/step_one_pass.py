@@ -82,6 +82,25 @@ def masked_scores(b_s, j, masked, resident_row, sight, options):
 
 
 @gluon.jit
+def clean_tile(q_tiles, do_tiles, use, j, masked, unseen, sight, memory, options):
+    """Zeros past the end of a sequence, and in rows that see nothing: of q, of d_o and of their tangents."""
+    if options.FEATURES.query_lengths:
+        if masked:
+            wait(memory.q_full, use)
+            for I in gl.static_range(len(q_tiles)):
+                clean(q_tiles[I], j * options.T, sight.query_end)
+            wait(memory.do_full, use)
+            for I in gl.static_range(len(do_tiles)):
+                clean(do_tiles[I], j * options.T, sight.query_end)
+    if options.FEATURES.ranges.present:
+        if unseen:
+            none = visibility.Others(0, 0, 1, sight)
+            wait(memory.q_full, use)
+            wait(memory.do_full, use)
+            visibility.clear_unseen(q_tiles + do_tiles, j * options.T, none, False, options.FEATURES)
+
+
+@gluon.jit
 def step(i, j, masked, unseen, w: gl.constexpr, resident_row, sight, ds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ds."""
     DEFERRED: gl.constexpr = options.FEATURES.deferred
@@ -98,18 +117,7 @@ def step(i, j, masked, unseen, w: gl.constexpr, resident_row, sight, ds, sums, m
     kept = slot_of(i, options.KEPT)
     q = matrix(memory.q, use.slot)
     do = matrix(memory.do, use.slot)
-    if options.FEATURES.query_lengths:
-        if masked:
-            wait(memory.q_full, use)
-            clean(q, j * options.T, sight.query_end)
-            wait(memory.do_full, use)
-            clean(do, j * options.T, sight.query_end)
-    if options.FEATURES.ranges.present:
-        if unseen:
-            none = visibility.Others(0, 0, 1, sight)
-            wait(memory.q_full, use)
-            wait(memory.do_full, use)
-            visibility.clear_unseen((q, do), j * options.T, none, False, options.FEATURES)
+    clean_tile((q,), (do,), use, j, masked, unseen, sight, memory, options)
     wait(memory.q_full, use)
     if options.TURNS:
         mbarrier.wait(memory.turn.index(w), i & 1)

@@ -21,14 +21,12 @@ from jax_flash_jvp.kernels.hopper import products
 from jax_flash_jvp.kernels.hopper.adding import row_sums, slot_of, wait_empty
 from jax_flash_jvp.kernels.hopper.handover import by_thread
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
-from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, rows_from, wait
-from jax_flash_jvp.kernels.hopper.step_one_pass import masked_scores, statistic_at
-from jax_flash_jvp.kernels.hopper.visibility import Others, clear_unseen
+from jax_flash_jvp.kernels.hopper.ring import give_back, matrix, rows_from, wait
+from jax_flash_jvp.kernels.hopper.step_one_pass import clean_tile, masked_scores, statistic_at
 
 STREAMED = gl.constexpr(32)  # queries of a tile
 COLUMNS = gl.constexpr(64)  # channels of one, with those that TMA fills up
-GROUPS = gl.constexpr(2)  # as registers hold four sums of 64 rows
-FLOATS = gl.constexpr(4 * 32)  # rows of 32 floats that TMA adds at a time
+FLOATS = gl.constexpr(2 * COLUMNS * STREAMED // 32)  # rows of 32 floats that TMA adds for a tile
 
 
 @gluon.jit
@@ -83,20 +81,7 @@ def step(i, j, masked, unseen, w: gl.constexpr, resident_row, sight, tds, sums, 
     do_tdo = matrix(memory.do, use.slot)
     q, tq = rows_from(q_tq, 0, T), rows_from(q_tq, T, T)
     do, tdo = rows_from(do_tdo, 0, T), rows_from(do_tdo, T, T)
-    if options.FEATURES.query_lengths:
-        if masked:
-            wait(memory.q_full, use)
-            clean(q, j * T, sight.query_end)
-            clean(tq, j * T, sight.query_end)
-            wait(memory.do_full, use)
-            clean(do, j * T, sight.query_end)
-            clean(tdo, j * T, sight.query_end)
-    if options.FEATURES.ranges.present:
-        if unseen:
-            none = Others(0, 0, 1, sight)
-            wait(memory.q_full, use)
-            wait(memory.do_full, use)
-            clear_unseen((q, tq, do, tdo), j * T, none, False, options.FEATURES)
+    clean_tile((q, tq), (do, tdo), use, j, masked, unseen, sight, memory, options)
     wait(memory.q_full, use)
     b_tdk = accumulated(tds, rows_from(matrix(memory.q, slot), 0, T), b_tdk)  # (6') of the tile before
     b_s = products.score_product(matrix(memory.k, z), q_tq, zeros, False)  # (1)

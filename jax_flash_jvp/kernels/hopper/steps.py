@@ -57,25 +57,20 @@ def tile_at_hand(place, sight, ring_at, s_at, resident, memory, MASKED: gl.const
 @gluon.jit
 def clean_tile(tile, memory, MASKED: gl.constexpr, options):
     """Zeros past the end of a sequence, and in rows that nobody sees."""
+    tangents = ((tile.tq_like,) if options.USE_TQ else ()) + ((tile.tdo_like,) if options.USE_TDO else ())
     if MASKED and (options.FEATURES.key_lengths if options.ROW else options.FEATURES.query_lengths):
         end = tile.sight.key_end if options.ROW else tile.sight.query_end
         wait(memory.full, tile.q_at)
         clean(tile.q_like, tile.j * options.T, end)
         wait(memory.full, tile.do_at)
         clean(tile.do_like, tile.j * options.T, end)
-        if options.USE_TQ:
-            clean(tile.tq_like, tile.j * options.T, end)
-        if options.USE_TDO:
-            clean(tile.tdo_like, tile.j * options.T, end)
+        for I in gl.static_range(len(tangents)):
+            clean(tangents[I], tile.j * options.T, end)
     if MASKED == 2:
         others = others_of_streamed(tile.resident_row, tile.sight, options)
         wait(memory.full, tile.q_at)
         wait(memory.full, tile.do_at)
-        tiles = (tile.q_like, tile.do_like)
-        if options.USE_TQ:
-            tiles = tiles + (tile.tq_like,)
-        if options.USE_TDO:
-            tiles = tiles + (tile.tdo_like,)
+        tiles = (tile.q_like, tile.do_like) + tangents
         clear_unseen(tiles, tile.j * options.T, others, options.ROW, options.FEATURES)
 
 

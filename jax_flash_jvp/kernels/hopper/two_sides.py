@@ -53,20 +53,23 @@ Results = namedtuple("Results", "DK DV TDK TDV EXCHANGE LSE2 DELTA T_DELTA")
 
 
 @gluon.jit
+def used(k_like, v_like, tk_like, tv_like, options):
+    """What is read of four resident arrays."""
+    some = (k_like,) + ((v_like,) if options.USE_V else ())
+    return some + ((tk_like,) if options.USE_TK else ()) + ((tv_like,) if options.USE_TV else ())
+
+
+@gluon.jit
 def load_all_resident(arrays, i_b, i_resident, row, memory, resident_at, options):
-    COUNT: gl.constexpr = 1 + (1 if options.USE_V else 0) + (1 if options.USE_TK else 0) + (1 if options.USE_TV else 0)
+    loaded = used(arrays.k_like, arrays.v_like, arrays.tk_like, arrays.tv_like, options)
+    buffers = used(memory.k_like, memory.v_like, memory.tk_like, memory.tv_like, options)
     for w in gl.static_range(options.HEIGHT):
         i = resident_at.slot * options.HEIGHT + w
         bar = memory.resident_full.index(i)
         mbarrier.wait(memory.resident_empty.index(i), resident_at.phase)
-        ring.expect(bar, COUNT, arrays.k_like)
-        ring.load_resident(arrays.k_like, i_b, i_resident, row, bar, memory.k_like, i, w)
-        if options.USE_V:
-            ring.load_resident(arrays.v_like, i_b, i_resident, row, bar, memory.v_like, i, w)
-        if options.USE_TK:
-            ring.load_resident(arrays.tk_like, i_b, i_resident, row, bar, memory.tk_like, i, w)
-        if options.USE_TV:
-            ring.load_resident(arrays.tv_like, i_b, i_resident, row, bar, memory.tv_like, i, w)
+        ring.expect(bar, len(loaded), arrays.k_like)
+        for I in gl.static_range(len(loaded)):
+            ring.load_resident(loaded[I], i_b, i_resident, row, bar, buffers[I], i, w)
 
 
 @gluon.jit
@@ -175,12 +178,8 @@ def store_statistic(X, x, b_x, m_x):
 def summed_rows(b_r, b_tr, options):
     """The row sums of dS and of ḋS, as far as they are summed."""
     layout: gl.constexpr = gl.SliceLayout(1, product_layout(options.T))
-    rows = ()
-    if options.SUM_DS:
-        rows = rows + (products.summed_lanes(b_r, layout),)
-    if options.SUM_TDS:
-        rows = rows + (products.summed_lanes(b_tr, layout),)
-    return rows
+    rows = (products.summed_lanes(b_r, layout),) if options.SUM_DS else ()
+    return rows + ((products.summed_lanes(b_tr, layout),) if options.SUM_TDS else ())
 
 
 @gluon.jit
@@ -342,14 +341,9 @@ def compute_block(i, w: gl.constexpr, state, resident_at, memory, call, options)
 @gluon.jit
 def clear_resident(resident_row, resident, others, memory, options):
     """Zeros for the rows that nobody sees, or that see nothing."""
-    resident_tiles = (matrix(memory.k_like, resident),)
-    if options.USE_V:
-        resident_tiles = resident_tiles + (matrix(memory.v_like, resident),)
-    if options.USE_TK:
-        resident_tiles = resident_tiles + (matrix(memory.tk_like, resident),)
-    if options.USE_TV:
-        resident_tiles = resident_tiles + (matrix(memory.tv_like, resident),)
-    visibility.clear_unseen(resident_tiles, resident_row, others, not options.ROW, options.FEATURES)
+    buffers = used(memory.k_like, memory.v_like, memory.tk_like, memory.tv_like, options)
+    tiles = [matrix(buffer, resident) for buffer in buffers]
+    visibility.clear_unseen(tiles, resident_row, others, not options.ROW, options.FEATURES)
 
 
 @gluon.jit
@@ -477,7 +471,7 @@ def program(arrays, call, options):
     memory = Memory(
         k_s, v_s, tk_s, tv_s, ring_s, resident_full, resident_empty, full, empty, stats, s_full, s_empty, turn, numbers
     )
-    run(consume, produce, arrays, memory, call, options)
+    run(consume, produce, None, arrays, memory, call, options)
 
 
 @gluon.jit(do_not_specialize_on_alignment=Integers._fields)

@@ -9,17 +9,20 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, product_layout
 from jax_flash_jvp.kernels.hopper.ring import row_layout
-from jax_flash_jvp.kernels.portable import visibility
+from jax_flash_jvp.kernels.portable import scores, visibility
 from jax_flash_jvp.kernels.portable.visibility import MaskReader
 
-words = gluon.jit(visibility.words.fn)
+head_slice, lengths, words = (gluon.jit(f.fn) for f in (scores.head_slice, scores.lengths, visibility.words))
 # arrays that say what is seen, as far as there are any
 Selection = namedtuple("Selection", "MASK BLOCKS Q_LENGTHS K_LENGTHS Q_SEGMENTS K_SEGMENTS RANGES TILES")
 # of what is streamed: the rows start … stop are seen by some resident row, or see it; first … whole by all
 Bounds = namedtuple("Bounds", "start first whole stop")
-# numbers of whole tiles, then of masked ones, and which these are: a list, or the tiles from `list_at` on (`span`); of a list of
-# ranges the masked ones from `whole_first` on have rows that nobody sees
-Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end list_at whole_first whole_end")
+# numbers of whole tiles, then of masked ones, and which tiles these are: those of a list, or those of a span
+Visits = namedtuple("Visits", "plain_first plain_end masked_first masked_end which")
+# whole tiles, then masked ones, of which those from number `unseen_first` on have rows that nobody sees
+TileList = namedtuple("TileList", "p_tiles unseen_first")
+# the whole tiles whole_first … whole_end - 1, and the masked ones from `start` on before them, and after them
+TileSpan = namedtuple("TileSpan", "start whole_first whole_end")
 
 
 @triton.constexpr_function
@@ -52,19 +55,8 @@ def read_by_element(features):
 
 
 @gluon.jit
-def lengths(i_b, ints, selection, FEATURES: gl.constexpr):
-    """(queries, keys) of this batch entry; what lies beyond is padding."""
-    LQ, LK = ints.LQ, ints.LK
-    if FEATURES.query_lengths:
-        LQ = gl.minimum(LQ, gl.load(selection.Q_LENGTHS + i_b))
-    if FEATURES.key_lengths:
-        LK = gl.minimum(LK, gl.load(selection.K_LENGTHS + i_b))
-    return LQ, LK
-
-
-@gluon.jit
 def span(bounds, T: gl.constexpr, HAS_MASKED: gl.constexpr, FEATURES: gl.constexpr):
-    """The tiles whole_first … whole_end - 1, which need no mask, come first; then those from `list_at` on, and those after."""
+    """The tiles within bounds."""
     start, first, whole, stop = bounds
     if HAS_MASKED:
         n = gl.maximum(gl.cdiv(stop, T), 0)
@@ -73,10 +65,10 @@ def span(bounds, T: gl.constexpr, HAS_MASKED: gl.constexpr, FEATURES: gl.constex
         end = gl.minimum(gl.maximum(gl.maximum(whole, 0) // T, first), n)
         if FEATURES.one_loop:
             end = first
-        return Visits(0, end - first, 0, first - start + n - end, start, first, end)
+        return Visits(0, end - first, 0, first - start + n - end, TileSpan(start, first, end))
     else:
         n = gl.cdiv(stop, T)
-        return Visits(0, n, 0, 0, 0, 0, n)
+        return Visits(0, n, 0, 0, TileSpan(0, 0, n))
 
 
 @gluon.jit
@@ -90,7 +82,7 @@ def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
     heads first, then the masked ones.  There is no list of tiles, and nothing but the ragged end is masked.
     FROM_ZERO: the side masks nothing, and its loops begin at zero.  That takes a register less where the number of a tile is
     not needed."""
-    _, plain, _, masked, list_at, whole_first, whole_end = visits
+    _, plain, _, masked, which = visits
     before_plain = i_g * plain
     before_masked = group * plain + i_g * masked
     plain_first = clamped(work.first - before_plain, plain)
@@ -98,9 +90,9 @@ def within(visits, work, i_g, group, FROM_ZERO: gl.constexpr):
     masked_first = clamped(work.first - before_masked, masked)
     masked_end = clamped(work.end - before_masked, masked)
     if FROM_ZERO:
-        return Visits(0, plain_end - plain_first, 0, 0, 0, plain_first, plain_first)
+        return Visits(0, plain_end - plain_first, 0, 0, TileSpan(0, plain_first, plain_first))
     else:
-        return Visits(plain_first, plain_end, masked_first, masked_end, list_at, whole_first, whole_end)
+        return Visits(plain_first, plain_end, masked_first, masked_end, which)
 
 
 @gluon.jit
@@ -117,20 +109,6 @@ def key_bounds(row, ROWS: gl.constexpr, key_end, ints, FEATURES: gl.constexpr):
         start = row - ints.left
         first = row + ROWS - 1 - ints.left
     return Bounds(start, first, whole, stop)
-
-
-@gluon.jit
-def head_slice(X, i_b, i_h, ints, size, AXES: gl.constexpr):
-    """The same as in `portable/scores.py`."""
-    HQ, GROUP = ints.HQ, ints.GROUP
-    i = i_b * 0
-    if AXES.heads:
-        i += i_b * HQ + i_h if AXES.batch else i_h
-    elif AXES.groups:
-        i += i_b * (HQ // GROUP) + i_h // GROUP if AXES.batch else i_h // GROUP
-    elif AXES.batch:
-        i += i_b
-    return X + i.to(gl.int64) * size
 
 
 @gluon.jit
@@ -155,7 +133,7 @@ def selected(block, i_h, call, options):
         OTHER: gl.constexpr = FEATURES.mask_columns if options.ROW else FEATURES.mask_rows
         n_q, n_k = n_blocks(LQ, LK, FEATURES)
         if FEATURES.mask_pages:
-            blocks = head_slice(blocks, i_b, i_h, ints, size * (1 + n_q * n_k), MASK_AXES)
+            blocks = head_slice(blocks, i_b, i_h, ints.HQ, ints.GROUP, size * (1 + n_q * n_k), MASK_AXES)
             size *= gl.load(blocks) * (OWN * words(OTHER, 32))
             blocks += 1
         else:
@@ -165,13 +143,13 @@ def selected(block, i_h, call, options):
         size *= LQ
     elif FEATURES.mask.columns:
         size *= LK
-    mask = head_slice(selection.MASK, i_b, i_h, ints, size, MASK_AXES)
+    mask = head_slice(selection.MASK, i_b, i_h, ints.HQ, ints.GROUP, size, MASK_AXES)
     q_segments, k_segments = selection.Q_SEGMENTS + i_b.to(gl.int64) * LQ, selection.K_SEGMENTS + i_b.to(gl.int64) * LK
     ranges = selection.RANGES
     if FEATURES.ranges.present:
         RANGES_AXES: gl.constexpr = FEATURES.ranges
         size = i_b.to(gl.int64) * 0 + LQ * (2 * FEATURES.intervals)
-        ranges = head_slice(ranges, i_b, i_h, ints, size, RANGES_AXES)
+        ranges = head_slice(ranges, i_b, i_h, ints.HQ, ints.GROUP, size, RANGES_AXES)
     return MaskReader(
         block.query_end, block.key_end, ints.left, ints.right, LQ, LK, q_segments, k_segments, ranges, mask, blocks
     )  # fmt: skip
@@ -180,11 +158,11 @@ def selected(block, i_h, call, options):
 @gluon.jit
 def of_loop(visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """The visits of one loop: masked tiles without rows that nobody sees, or, if MASKED is 2, those with such rows."""
-    plain_first, plain_end, masked_first, masked_end, start, first, end = visits
+    plain_first, plain_end, masked_first, masked_end, which = visits
     if MASKED == 2:
-        return Visits(plain_first, plain_end, first, masked_end, start, first, end)
+        return Visits(plain_first, plain_end, which.unseen_first, masked_end, which)
     elif MASKED and FEATURES.ranges.present:
-        return Visits(plain_first, plain_end, masked_first, first, start, first, end)
+        return Visits(plain_first, plain_end, masked_first, which.unseen_first, which)
     else:
         return visits
 
@@ -202,14 +180,15 @@ def range_of(visits, MASKED: gl.constexpr):
 def tile_at(t, visits, MASKED: gl.constexpr, FEATURES: gl.constexpr):
     """The t-th of the tiles that everybody sees whole, or of the MASKED."""
     if FEATURES.tiles.present:
-        return gl.load(visits.list_at + (visits.plain_end + t if MASKED else t))
+        return gl.load(visits.which.p_tiles + (visits.plain_end + t if MASKED else t))
     elif MASKED:
-        j = visits.list_at + t
-        if j >= visits.whole_first:
-            j += visits.whole_end - visits.whole_first
+        start, whole_first, whole_end = visits.which
+        j = start + t
+        if j >= whole_first:
+            j += whole_end - whole_first
         return j
     else:
-        return visits.whole_first + t
+        return visits.which.whole_first + t
 
 
 @gluon.jit
@@ -217,7 +196,7 @@ def listed(t, visits, MASKED: gl.constexpr):
     """`tile_at`, or nothing behind the last."""
     at = visits.plain_end + t if MASKED else t
     _, end = range_of(visits, MASKED)
-    return gl.load(visits.list_at + at, mask=t < end, other=0)
+    return gl.load(visits.which.p_tiles + at, mask=t < end, other=0)
 
 
 @gluon.jit
