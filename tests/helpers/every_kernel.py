@@ -28,6 +28,7 @@ CASES = [
     *itertools.product(["hopper"], ["long", "long causal-lengths"], (64, 72, 96, 128), ["backward"]),  # in one pass
     *itertools.product(["hopper"], ["long", "long causal-lengths"], (64,), ["backward_dual"]),  # likewise
     *itertools.product(["portable"], KINDS, (64, 72), JOBS),
+    *itertools.product(["portable"], ["tiny-bias"], (16, 64), ["backward", "backward_dual"]),  # in one tile
 ]
 
 
@@ -37,7 +38,14 @@ def job(family, kind, head_dim, name, deterministic):
     heads, key_heads = 4, 2
     # short: so many blocks of the same length that a program computes several, one after the other; and where blocks differ,
     # so many that programs take them from a counter
-    sizes = {"short": (35, 190, 180), "whole": (1, 384, 256), "shared": (2, 2300, 1100), "long": (2, 2100, 2050)}
+    sizes = {
+        "short": (35, 190, 180),
+        "whole": (1, 384, 256),
+        "shared": (2, 2300, 1100),
+        "long": (2, 2100, 2050),
+        "tiny-bias": (160, 21, 30),
+    }
+    key_heads = heads if "tiny" in kind else key_heads
     batch, queries, keys = sizes.get(kind.split()[0], (24, 290, 270))
     draw = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     rows = lambda: Operands(
@@ -57,6 +65,8 @@ def job(family, kind, head_dim, name, deterministic):
     if kind == "segments":
         ids = lambda n: (torch.arange(n, device="cuda", dtype=torch.int32) // 70).expand(batch, n).contiguous()
         x = x._replace(query_segments=ids(queries), key_segments=ids(keys))
+    if kind == "tiny-bias":
+        x, tx = (a._replace(bias=draw(batch, 1, queries, keys)) for a in (x, tx))
     if kind == "bias":
         x, tx = (a._replace(bias=draw(1, heads, queries, keys)) for a in (x, tx))
     if kind == "soft-cap":
@@ -72,7 +82,7 @@ def job(family, kind, head_dim, name, deterministic):
     launcher = TorchLauncher(x.query.device)
     o, log_sum_exp, t_o, mu = jobs.forward(launcher, problem, x, tx)
     y, cy, along = (o, log_sum_exp), (draw(*o.shape), None), (tx, (t_o, mu), (draw(*o.shape), None))
-    every, none = (True, True, True, kind == "bias"), (False,) * 4
+    every, none = (True, True, True, x.bias is not None), (False,) * 4
     run = {
         "forward": lambda: jobs.forward(launcher, problem, x),
         "forward_dual": lambda: jobs.forward(launcher, problem, x, tx),
