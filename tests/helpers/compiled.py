@@ -32,12 +32,13 @@ _ASYNC_COPY = r"cp\.async\.(?:c[ag]|bulk\.tensor)"
 
 
 class Recorder:
-    """A launcher of nothing: arrays are shapes, and what would be launched is what `compiled` takes."""
+    """A launcher of nothing: arrays are shapes, and what would be launched is what `compiled` takes.  `ones`: integers that are 1
+    are constants, as PyTorch launches them."""
 
     descriptors, multiprocessors = True, 132
 
-    def __init__(self, target):
-        self.target = target
+    def __init__(self, target, ones=False):
+        self.target, self.ones = target, ones
         self.launches = []
 
     def strides(self, array):
@@ -60,8 +61,11 @@ class Recorder:
         names = [p.name for p in kernel.params if not p.is_constexpr]
         options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, registers=launch.registers)
         signature = dict(zip(names, types, strict=True))
-        nothing = {name: None for name in signature if signature[name] is None}
-        self.launches.append((kernel, {n: t for n, t in signature.items() if t}, launch.constants | nothing, options))
+        known = {name: None for name in signature if signature[name] is None}
+        if self.ones:
+            known |= {name: 1 for name, n in launch.scalars.items() if isinstance(n, int) and n == 1}
+        signature = {n: t for n, t in signature.items() if n not in known}
+        self.launches.append((kernel, signature, launch.constants | known, options))
         return launch.results(allocated)
 
     def _type(self, argument):

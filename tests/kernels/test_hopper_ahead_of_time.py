@@ -263,6 +263,22 @@ def test_one_pass_in_order_compiles(monkeypatch, head_dim, kind):
     assert any("DEPBAR.LE SB0, 0x0" in text for text in before[:fence])
 
 
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_one_head_of_one_batch_entry_compiles(monkeypatch, one_pass):
+    """Whose numbers PyTorch makes constants of the kernels."""
+    if one_pass:
+        take_one_pass(monkeypatch)
+    recorder, problem = Recorder(90, ones=True), Problem(scale=0.3, implementation="hopper")
+    array, statistic = jax.ShapeDtypeStruct((1, 300, 1, 64), "bfloat16"), jax.ShapeDtypeStruct((1, 1, 300), "float32")
+    x, y, cy, want = Operands(array, array, array), (array, statistic), (array, None), (True, True, True, False)
+    every.forward(recorder, problem, x, x)
+    every.backward(recorder, problem, x, y, cy, want)
+    every.backward_dual(recorder, problem, x, y, cy, (x, y, cy), want, want)
+    for kernel, signature, constants, options in recorder.launches:
+        assert compiled(kernel, signature, constants, capability=90, **options).fits(90)
+    assert any(constants.get("HQ") == 1 for _, _, constants, _ in recorder.launches)
+
+
 def test_unset_reads_are_found():
     text = """ULDC UR4, c[0x0][0x10]; @P0 BRA 0x40; UIADD3 UR5, UP0, UR4, 0x2, URZ; BRX R2 -0x30; {}; EXIT;
               R2UR UR7, R4; IMAD R3, R3, UR7, R4; EXIT;"""
