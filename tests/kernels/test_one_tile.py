@@ -99,11 +99,79 @@ def test_hidden_nan_reaches_no_other_key(launched):
     assert "one_tile" in launched
 
 
+HIDING = {  # the second batch entry, or the second query
+    "lengths": (dict(key_value_seq_lengths=np.array([8, 0])), 1, slice(None)),
+    "mask": (dict(mask=np.arange(2)[:, None, None, None] * np.ones((1, 1, 5, 8)) < 1), 1, slice(None)),
+    "query": (dict(mask=np.arange(5)[None, None, :, None] != 1), slice(None), 1),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_cotangents_where_nothing_is_seen_may_be_nan(name, launched):
+    """Those of the log-sum-exp; and all, where no query of a head sees a key."""
+    features, entry, row = HIDING[name]
+    q, k, v = (jnp.asarray(oracle.normal(i, 2, n, 1, 16), "float32") for i, n in enumerate((5, 8, 8)))
+    cy, tcy = ((q + i, q[..., 0] + i) for i in range(2))
+    alone = isinstance(entry, int)
+
+    def gradients(hidden):
+        f = lambda *x: attention(*x, return_residual=True, **features)
+        bad = [(o.at[entry, row].set(hidden) if alone else o, lse.at[entry, row].set(hidden)) for o, lse in (cy, tcy)]
+        x = (q.at[entry, row].set(hidden) if alone else q, k, v)
+        pulled = jax.vjp(lambda x, tx: jax.jvp(f, x, tx), x, x)[1](tuple(bad))
+        return pulled, jax.vjp(f, *x)[1](bad[0])
+
+    got, expected = map(jax.tree.leaves, map(gradients, (jnp.nan, 0.0)))
+    for a, b in zip(got, expected, strict=True):
+        assert np.isfinite(b).all()
+        np.testing.assert_array_equal(a, b)
+    assert launched.count("one_tile") == 2  # launches are traced once
+
+
+def test_nan_of_a_query_reaches_the_values_that_it_sees():
+    q, k, v = (jnp.asarray(oracle.normal(i, 1, n, 1, 16), "float32") for i, n in enumerate((5, 8, 8)))
+    got = jax.grad(lambda q, v: attention(q, k, v, is_causal=True).sum(), 1)(q.at[:, 2].set(jnp.nan), v)
+    assert np.isnan(got[:, :3]).all()
+    assert np.isfinite(got[:, 3:]).all()
+
+
+def test_gradients_along_a_tangent_of_the_bias(monkeypatch):
+    """Of a bias whose gradient is another kernel's, without the tangent of that gradient: all is there that is written."""
+    launch = Interpreter.launch
+
+    def checked(self, given):
+        if given.kernel.__name__ == "one_tile" and given.constants["STATISTICS"] and given.constants["TANGENT"]:
+            checks.append(given.outputs["T_DELTA"] is not None)
+            assert checks[-1]
+        return launch(self, given)
+
+    checks = []
+    monkeypatch.setattr(Interpreter, "launch", checked)
+
+    def compute(attention, x, tx, cy):
+        tangent = lambda q, t_bias: jax.jvp(attention, (q, *x[1:]), (*tx[:3], t_bias))[1]
+        return jax.vjp(tangent, x[0], tx[3])[1](cy.astype(x[0].dtype))
+
+    oracle.assert_as_exact_as_naive(compute, attention, arrays((1, H, T, S))[:3], "float32")
+    assert checks
+
+
 @pytest.mark.parametrize("lengths", [(33, 5), (5, 33), (17, 16)])
 def test_longer_sequences_have_two_sides(lengths, launched):
     q, k = (jnp.ones((1, n, 1, 8)) for n in lengths)
     jax.grad(lambda q: attention(q, k, k).sum())(q)
     assert "one_tile" not in launched
+
+
+@pytest.mark.parametrize(("dtype", "capability", "expected"), [
+    ("float32", 80, False), ("float32", 90, True), ("float32", 120, False), ("bfloat16", 80, True),
+])  # fmt: skip
+def test_what_would_spill_has_two_sides(dtype, capability, expected):
+    """float32 of 64 queries and 64 channels: 15,000 bytes in sm_80."""
+    recorder, array = Recorder(capability), jax.ShapeDtypeStruct((512, 64, 4, 64), dtype)
+    x, y = Operands(array, array, array), (array, jax.ShapeDtypeStruct((512, 4, 64), "float32"))
+    jobs.backward(recorder, Problem(scale=0.3, precision="tf32"), x, y, (array, None), (True, True, True, False))
+    assert (one_tile.one_tile in [kernel for kernel, *_ in recorder.launches]) == expected
 
 
 MUTANTS = {

@@ -42,7 +42,7 @@ from jax_flash_jvp.kernels.portable.tiles import padded, rows_for
 from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, visible
 
 # Queries, and keys, up to which this is the kernel: H200, 2026-11-28, 0.1 to 0.9 of the time of two sides; and for the plain
-# backward of 33 to 64 channels, 0.8 to 1.0.  Longer sequences, 1.0 to 1.5.
+# backward of 33 to 64 channels, 0.8 to 1.0.  Longer sequences, 1.0 to 1.5.  On sm_80 and sm_120, float32 of these would spill.
 LONGEST, LONGEST_PLAIN, CHANNELS = 32, 64, 64
 LONGEST_INTERPRETED = 16  # as the blocks of the other kernels
 ELEMENTS = 512  # of scores, or of the operands' rows, for each warp
@@ -51,7 +51,8 @@ ELEMENTS = 512  # of scores, or of the operands' rows, for each warp
 def serves(call: Any, d_o: Any, dual: bool) -> bool:
     """Is this the kernel of a call?  It does not clear rows that nobody sees, and products without tensor cores are unrolled."""
     features, interpreted = call.features, call.launcher.target == "interpret"
-    longest = LONGEST_PLAIN if padded(call.widest) > 32 and not dual else LONGEST
+    wide = padded(call.widest) > 32 and (call.dtype != "float32" or call.launcher.target == 90)
+    longest = LONGEST_PLAIN if wide and not dual else LONGEST
     longest = LONGEST_INTERPRETED if interpreted else longest
     if max(call.query_length, call.key_length) > longest or call.widest > CHANNELS or d_o is None:
         return False
@@ -85,7 +86,7 @@ def backward(call: Any, inputs: Mapping[str, Any], of_lse, tx: Any, want: Any, w
         outputs |= {f"{prefix}_{n}": shape if w else None for (n, shape), w in zip(shapes.items(), of[:4], strict=True)}
     leaves = (want.bias or want_tangent.bias) and of_bias is None
     statistic = call.statistic if leaves else None
-    outputs |= dict(LSE2=statistic, DELTA=statistic, T_DELTA=statistic if want_tangent.bias else None)
+    outputs |= dict(LSE2=statistic, DELTA=statistic, T_DELTA=statistic if any(want_tangent) else None)
     named = {name: inputs[name] for name in ("Q", "K", "V", "TQ", "TK", "TV", "DO", "TDO")}
     has = {f"HAS_{n}": inputs[n] is not None for n in ("TQ", "TK", "TV", "TDO")}
     has |= dict(HAS_TBIAS=tx.bias is not None, HAS_D_LSE=of_lse[0] is not None, HAS_TD_LSE=of_lse[1] is not None)
@@ -140,15 +141,18 @@ def one_tile(
             i_b, i_h, HQ, GROUP, LQ, LK, query_end, key_end, left, right, False, FEATURES,
         )  # fmt: skip
         x = (i_b * HQ + i_h) * LQ + o_r
-        m_x = o_r < query_end
+        b_seen = visible(o_m, o_n, 0, sight, FEATURES) & (o_m < query_end)
+        if FEATURES.tiles.present or FEATURES.lengths:  # where nobody sees anything, all may be NaN
+            some = tl.max(tl.max(b_seen.to(tl.int32), 1), 0)
+            query_end, key_end = query_end * some, key_end * some
         b_q = load_rows(Q + q_offset, 0, s_q, o_r, query_end, D, True)
         b_k = load_rows(K + k_offset, 0, s_k, o_c, key_end, D, True)
         b_v = load_rows(V + v_offset, 0, s_v, o_c, key_end, DV, True)
         b_do = load_rows(DO + o_offset, 0, s_o, o_r, query_end, DV, True)
         b_s = products(b_q, b_k, PRECISION)
         b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
-        b_seen = visible(o_m, o_n, 0, sight, FEATURES) & m_x[:, None]
-        b_p, b_lse2 = probabilities(tl.where(b_seen, b_s, -float("inf")))
+        b_p, b_lse2 = probabilities(b_s, b_seen)
+        m_x = (o_r < query_end) & (b_lse2 != float("inf"))  # the others' cotangents may be NaN
         b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
         b_dp = tl.where(b_seen, thinned(products(b_do, b_v, PRECISION), b_kept, FEATURES), 0.0)
         b_delta = delta_of(b_p * b_dp, D_LSE, x, m_x, HAS_D_LSE)
@@ -247,13 +251,15 @@ def of_call(i):
 
 
 @triton.jit
-def probabilities(b_s):
-    """(P, ℓ in base 2) of rows of scores in base 2; zeros and +∞ of a row of -∞."""
+def probabilities(b_s, b_seen):
+    """(P, ℓ in base 2) of rows of scores in base 2; zeros and +∞ of a row that sees nothing."""
+    b_s = tl.where(b_seen, b_s, -float("inf"))
     b_m = tl.max(b_s, 1)
     b_p = tl.math.exp2(b_s - tl.where(b_m == -float("inf"), 0.0, b_m)[:, None])
     b_l = tl.sum(b_p, 1)
     b_lse2 = tl.where(b_l == 0.0, float("inf"), b_m + tl.math.log2(b_l))
-    return b_p * (1.0 / tl.where(b_l == 0.0, 1.0, b_l))[:, None], b_lse2
+    b_p *= (1.0 / tl.where(b_l == 0.0, 1.0, b_l))[:, None]  # NaN of all keys, where one is
+    return tl.where(b_seen, b_p, 0.0), b_lse2
 
 
 @triton.jit
