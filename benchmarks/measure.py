@@ -211,7 +211,10 @@ def timed(call: Callable[[], Any], wait: Callable[[Any], Any], seconds: float) -
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
     """No other benchmark times on this GPU."""
-    path = Path(tempfile.gettempdir()) / f"benchmark-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(
+        "/", "-"
+    )  # which parts of a GPU may have in their names
+    path = Path(tempfile.gettempdir()) / f"benchmark-{devices}.lock"
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

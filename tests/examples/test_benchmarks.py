@@ -1,6 +1,7 @@
 """The benchmarks at tiny sizes: they run, count operations as published, and do not time what is wrong."""
 
 import csv
+import fcntl
 import functools
 import importlib
 import importlib.machinery
@@ -562,3 +563,15 @@ def test_what_is_no_saved_run(tmp_path):
         ValueError, match=r"other\.json is no run that `regret.py` saved: it must have title, about, found"
     ):
         regret_page.read([tmp_path / "other.json"])
+
+
+def test_one_benchmark_times_at_a_time(monkeypatch, tmp_path):
+    """Also on a part of a GPU, whose name is like a path."""
+    monkeypatch.setattr(measure.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-GPU-0a/1/0")
+    with measure.locked():
+        (path,) = tmp_path.iterdir()
+        with open(path) as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with measure.locked():
+        pass
