@@ -142,9 +142,8 @@ def one_tile(
         )  # fmt: skip
         x = (i_b * HQ + i_h) * LQ + o_r
         b_seen = visible(o_m, o_n, 0, sight, FEATURES) & (o_m < query_end)
-        if FEATURES.tiles.present or FEATURES.lengths:  # where nobody sees anything, all may be NaN
-            some = tl.max(tl.max(b_seen.to(tl.int32), 1), 0)
-            query_end, key_end = query_end * some, key_end * some
+        if FEATURES.tiles.present or FEATURES.lengths:
+            query_end, key_end = ends(b_seen, query_end, key_end)
         b_q = load_rows(Q + q_offset, 0, s_q, o_r, query_end, D, True)
         b_k = load_rows(K + k_offset, 0, s_k, o_c, key_end, D, True)
         b_v = load_rows(V + v_offset, 0, s_v, o_c, key_end, DV, True)
@@ -248,6 +247,13 @@ def of_call(i):
     """Zero, which the compiler does not know: what was loaded is loaded again, and no sooner."""
     tl.debug_barrier()
     return i >> 30
+
+
+@triton.jit
+def ends(b_seen, query_end, key_end):
+    """These, or zeros where no query sees a key: nothing is read then, for all may be NaN."""
+    some = tl.max(tl.max(b_seen.to(tl.int32), 1), 0)
+    return query_end * some, key_end * some
 
 
 @triton.jit
