@@ -42,7 +42,7 @@ from jax_flash_jvp.kernels.portable.tiles import padded, rows_for
 from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, visible
 
 # Queries, and keys, up to which this is the kernel: H200, 2026-11-28, 0.1 to 0.9 of the time of two sides; and for the plain
-# backward of 33 to 64 channels, 0.8 to 1.0.  Longer sequences, 1.0 to 1.5.  On sm_80 and sm_120, float32 of these would spill.
+# backward of 33 to 64 channels, 0.8 to 1.0.  Longer sequences, 1.0 to 1.5.
 LONGEST, LONGEST_PLAIN, CHANNELS = 32, 64, 64
 LONGEST_INTERPRETED = 16  # as the blocks of the other kernels
 ELEMENTS = 512  # of scores, or of the operands' rows, for each warp
@@ -50,10 +50,11 @@ ELEMENTS = 512  # of scores, or of the operands' rows, for each warp
 
 def serves(call: Any, d_o: Any, dual: bool) -> bool:
     """Is this the kernel of a call?  It does not clear rows that nobody sees, and products without tensor cores are unrolled."""
-    features, interpreted = call.features, call.launcher.target == "interpret"
-    wide = padded(call.widest) > 32 and (call.dtype != "float32" or call.launcher.target == 90)
-    longest = LONGEST_PLAIN if wide and not dual else LONGEST
-    longest = LONGEST_INTERPRETED if interpreted else longest
+    features, target, wide = call.features, call.launcher.target, padded(call.widest) > 32
+    interpreted = target == "interpret"
+    if wide and call.dtype == "float32" and not interpreted and target != 90:  # would spill
+        return False
+    longest = LONGEST_INTERPRETED if interpreted else LONGEST_PLAIN if wide and not dual else LONGEST
     if max(call.query_length, call.key_length) > longest or call.widest > CHANNELS or d_o is None:
         return False
     if features.partial or features.one_query or features.ranges.present or call.query_heads != call.key_heads:
