@@ -210,11 +210,9 @@ def timed(call: Callable[[], Any], wait: Callable[[Any], Any], seconds: float) -
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """No other benchmark times on this GPU."""
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(
-        "/", "-"
-    )  # which parts of a GPU may have in their names
-    path = Path(tempfile.gettempdir()) / f"benchmark-{devices}.lock"
+    """No other benchmark of this user times on this GPU."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace("/", "-")  # which names of a GPU's parts have
+    path = Path(tempfile.gettempdir()) / f"benchmark-{os.getuid()}-{devices}.lock"  # another user's cannot be opened
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

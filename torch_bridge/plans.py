@@ -221,15 +221,16 @@ def made(args: Sequence[Any], launched: Sequence[Step], results: Sequence[Tensor
             return None
         planned.append(launch)
     order = {address: i for i, address in enumerate(seen)}
-    of_sums = {address: len(order) + i for i, address in enumerate(sums)}
+    summed = [(step.add, order[step.output.data_ptr()]) for step in sums.values()]
+    order |= {address: len(seen) + i for i, address in enumerate(sums)}  # of which one may begin where its output does
     return Plan(
         parts,
         [(a.shape, a.stride(), a.dtype) for a in seen.values()],
         sum(sizes),
         [sum(sizes[:i]) for i in range(len(sizes))],
         planned,
-        [(step.add, order[step.output.data_ptr()]) for step in sums.values()],
-        [None if a is None else (order | of_sums)[a.data_ptr()] for a in results],
+        summed,
+        [None if a is None else order[a.data_ptr()] for a in results],
     )
 
 

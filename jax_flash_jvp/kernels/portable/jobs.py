@@ -38,9 +38,8 @@ ALIGNED = 16  # elements; what Triton makes use of
 ROW_MEANS_FROM = (
     1024  # keys, where every query sees every one: a mean key of each row costs little there, and sums are longer
 )
-READ_ONCE = (
-    64  # queries, or keys, with so few of which a kernel may round what it reads to TF32: no other program reads it
-)
+# With so few queries, or keys, a kernel rounds what it reads to TF32: of what there is more of, hardly any is read twice.
+READ_ONCE = 64
 KEY_PROGRAMS, LEAST_KEYS = 2, 256  # where keys are divided, programs for each multiprocessor, and keys of each
 SCORE_PROGRAMS = 8  # of the gradient of a bias, for each multiprocessor, which runs two to four at a time
 

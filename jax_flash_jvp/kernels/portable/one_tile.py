@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from jax_flash_jvp.kernels.launcher import Launch, Output
+from jax_flash_jvp.kernels.portable.bias import store_sum
 from jax_flash_jvp.kernels.portable.scores import (
     INTEGERS,
     UNROUNDED,
@@ -122,6 +123,7 @@ def one_tile(
 ):  # fmt: skip
     """All gradients of one batch entry and n_h heads, and their tangents.  Tiles are [BM, BN]."""
     HAS_TS: tl.constexpr = HAS_TQ or HAS_TK or HAS_TBIAS
+    BY_ROW: tl.constexpr = FEATURES.bias.rows
     LQ, LK = aligned(LQ, LK, FEATURES)
     i_x = tl.program_id(0).to(tl.int64)
     i_b = i_x // (HQ // n_h)
@@ -177,7 +179,7 @@ def one_tile(
                 b_dq = without(b_dq, excess(b_dx, dtype, PRECISION), b_mean)
             store_rows(D_Q + q_result, 0, HQ * D, o_r, LQ, D, scaled(b_dq, scale))
         if TANGENT:
-            again = of_call(i)  # operands are loaded again where they are used: registers do not hold all
+            again = unknown_zero(i)  # operands are loaded again where they are used: registers do not hold all
             b_w = tl.zeros([BM, BN], tl.float32)
             if HAS_TS:
                 b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
@@ -205,7 +207,7 @@ def one_tile(
                 b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
             b_tsum += b_tds
             if WANT_TD_V:
-                again = of_call(i)
+                again = unknown_zero(i)
                 b_tdv = sums(BN, DV)
                 if HAS_TDO:
                     b_tdo = load_rows(TDO + o_offset, again, s_o, o_r, query_end, DV, True)
@@ -215,7 +217,7 @@ def one_tile(
                     b_tdv = accumulated(b_tdv, tl.trans(thinned(b_p * b_w, b_kept, FEATURES)), b_do, PRECISION)
                 store_rows(TD_V + v_result, 0, HQ * DV, o_c, LK, DV, b_tdv)
             if WANT_TD_K:
-                again = of_call(i)
+                again = unknown_zero(i)
                 b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
                 b_tdk = accumulated(sums(BN, D), tl.trans(b_tdx), b_q, PRECISION)
                 if HAS_TQ:
@@ -223,7 +225,7 @@ def one_tile(
                     b_tdk = accumulated(b_tdk, tl.trans(b_dx), b_tq, PRECISION)
                 store_rows(TD_K + k_result, 0, HQ * D, o_c, LK, D, scaled(b_tdk, scale))
             if WANT_TD_Q:
-                again = of_call(i)
+                again = unknown_zero(i)
                 b_k = load_rows(K + k_offset, again, s_k, o_c, key_end, D, True)
                 b_tdq = accumulated(sums(BM, D), b_tdx, b_k, PRECISION)
                 if HAS_TK:
@@ -238,14 +240,14 @@ def one_tile(
                         )
                 store_rows(TD_Q + q_result, 0, HQ * D, o_r, LQ, D, scaled(b_tdq, scale))
     if WANT_D_BIAS:
-        store_sum(D_BIAS, b_sum, i_x, o_r, o_c, LQ, LK, FEATURES)
+        store_sum(D_BIAS, b_sum, i_x, o_r, o_c, LQ, LK, BY_ROW)
     if WANT_TD_BIAS:
-        store_sum(TD_BIAS, b_tsum, i_x, o_r, o_c, LQ, LK, FEATURES)
+        store_sum(TD_BIAS, b_tsum, i_x, o_r, o_c, LQ, LK, BY_ROW)
 
 
 @triton.jit
-def of_call(i):
-    """Zero, which the compiler does not know: what was loaded is loaded again, and no sooner."""
+def unknown_zero(i):
+    """Zero, though the compiler does not know it: what was loaded is loaded again, and no sooner."""
     tl.debug_barrier()
     return i >> 30
 
@@ -282,13 +284,3 @@ def delta_of(b_x, D_LSE, x, m_x, HAS_D_LSE: tl.constexpr):
 def excess(b_dx, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """[BM, 1]: what rounding adds to the sums of rows."""
     return tl.sum(operand(b_dx, dtype, PRECISION).to(tl.float32) - b_dx, 1)[:, None]
-
-
-@triton.jit
-def store_sum(X, b_sum, i_x, o_r, o_c, LQ, LK, FEATURES: tl.constexpr):
-    """The gradient of a matrix of the bias, or of its only row."""
-    if FEATURES.bias.rows:
-        p_x = X + (i_x * LQ + o_r[:, None]) * LK + o_c[None, :]
-        tl.store(p_x, b_sum.to(X.dtype.element_ty), mask=(o_r < LQ)[:, None] & (o_c < LK)[None, :])
-    else:
-        tl.store(X + i_x * LK + o_c, tl.sum(b_sum, 0).to(X.dtype.element_ty), mask=o_c < LK)
