@@ -43,7 +43,7 @@ def job(family, kind, head_dim, name, deterministic):
         "whole": (1, 384, 256),
         "shared": (2, 2300, 1100),
         "long": (2, 2100, 2050),
-        "tiny-bias": (160, 21, 30),
+        "tiny-bias": (600, 21, 30),
     }
     key_heads = heads if "tiny" in kind else key_heads
     batch, queries, keys = sizes.get(kind.split()[0], (24, 290, 270))

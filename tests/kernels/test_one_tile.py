@@ -36,9 +36,10 @@ CASES = {  # shape of the bias, features
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The names of the kernels that are launched, on a GPU of two multiprocessors."""
+    """The names of the kernels that are launched, on a GPU that two programs fill."""
     names, launch = [], Interpreter.launch
     monkeypatch.setattr(Interpreter, "multiprocessors", 2)
+    monkeypatch.setattr(one_tile, "PROGRAMS", 1)
     monkeypatch.setattr(
         Interpreter, "launch", lambda self, given: names.append(given.kernel.__name__) or launch(self, given)
     )
@@ -76,6 +77,15 @@ def test_gradients(name, dtype, launched):
     assert launched.count("one_tile") == 2
     assert not {"query_side", "key_side"} & {*launched}
     assert ("score_side" in launched) == (name == "bias-of-all")
+
+
+@pytest.mark.parametrize(("batch", "alone"), [(7, True), (8, False)])
+def test_few_batch_entries_leave_a_shared_bias_to_its_kernel(batch, alone, launched, monkeypatch):
+    """Else a program would go through all heads while most of the GPU is idle."""
+    monkeypatch.setattr(one_tile, "PROGRAMS", 4)
+    q, bias = jnp.ones((batch, 5, 2, 8)), jnp.ones((batch, 1, 5, 5))
+    jax.grad(lambda bias: attention(q, q, q, bias).sum())(bias)
+    assert ("score_side" in launched) == alone
 
 
 @pytest.mark.parametrize("features", [{}, dict(is_causal=True)], ids=["all", "causal"])
@@ -186,8 +196,9 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize(("old", "new"), MUTANTS.values(), ids=MUTANTS)
-def test_broken_kernels_fail(old, new, broken_kernels, launched):
+def test_broken_kernels_fail(old, new, broken_kernels, launched, monkeypatch):
     broken_kernels(one_tile, old, new)
+    monkeypatch.setitem(one_tile.backward.__globals__, "PROGRAMS", 1)  # of the broken module
     with pytest.raises(AssertionError):
         oracle.assert_as_exact_as_naive(everything({}), attention, arrays((B, 1, T, S)), "float32")
     assert "one_tile" in launched
@@ -206,9 +217,9 @@ def test_rows_that_are_not_corrected_fail(old, broken_kernels):
     *((n, d, "bfloat16", "ieee", c) for n, d in ((17, 32), (64, 64)) for c in (80, 86, 90)),
 ])  # fmt: skip
 def test_compiles(length, head_dim, dtype, precision, capability):
-    recorder, array = Recorder(capability), jax.ShapeDtypeStruct((512, length, 4, head_dim), dtype)
-    bias = jax.ShapeDtypeStruct((512, 1, length, length), dtype)
-    statistic = jax.ShapeDtypeStruct((512, 4, length), "float32")
+    recorder, array = Recorder(capability), jax.ShapeDtypeStruct((1024, length, 4, head_dim), dtype)
+    bias = jax.ShapeDtypeStruct((1024, 1, length, length), dtype)
+    statistic = jax.ShapeDtypeStruct((1024, 4, length), "float32")
     x, y, want = Operands(array, array, array, bias), (array, statistic), (True,) * 4
     problem = Problem(scale=0.3, precision=precision)
     jobs.backward(recorder, problem, x, y, (array, None), want)

@@ -47,6 +47,7 @@ from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, v
 LONGEST, LONGEST_PLAIN, CHANNELS = 32, 64, 64
 LONGEST_INTERPRETED = 16  # as the blocks of the other kernels
 ELEMENTS = 512  # of scores, or of the operands' rows, for each warp
+PROGRAMS = 4  # for each multiprocessor, which has registers for so many of two warps; measured with 31 alone
 
 
 def serves(call: Any, d_o: Any, dual: bool) -> bool:
@@ -66,7 +67,7 @@ def serves(call: Any, d_o: Any, dual: bool) -> bool:
 def heads_each(call: Any) -> int:
     """The heads of a program: those that share a matrix of the bias, if programs are enough."""
     shared = call.x.bias is not None and call.x.bias.shape[0] == call.batch and call.x.bias.shape[1] == 1
-    return call.query_heads if shared and call.batch >= (call.launcher.multiprocessors or 1) else 1
+    return call.query_heads if shared and call.batch >= PROGRAMS * (call.launcher.multiprocessors or 1) else 1
 
 
 def sums_bias(call: Any) -> bool:
