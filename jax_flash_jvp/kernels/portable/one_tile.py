@@ -128,11 +128,9 @@ def one_tile(
     LQ, LK = aligned(LQ, LK, FEATURES)
     i_x = tl.program_id(0).to(tl.int64)
     i_b = i_x // (HQ // n_h)
-    o_r = tl.arange(0, BM)
-    o_c = tl.arange(0, BN)
+    o_r, o_c = tl.arange(0, BM), tl.arange(0, BN)
     o_m, o_n = o_r[:, None], o_c[None, :]
-    b_sum = tl.zeros([BM, BN], tl.float32)
-    b_tsum = tl.zeros([BM, BN], tl.float32)
+    b_sum, b_tsum = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
     for i in range(n_h):
         i_h = i_x % (HQ // n_h) * n_h + i
         q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
