@@ -11,8 +11,8 @@ above `--at-most`.  Every result is first checked against float64; what is wrong
     python benchmarks/regret.py --small --quick --calls BEiT      # tiny, on a CPU
     python benchmarks/regret.py --draw jax.json torch.json        # tables and one picture of several runs that were saved
 
-Each call is compiled and checked by a process of its own; a lock lets one of them at a time use a GPU for timing, once all are
-ready.  In JAX a chain of calls runs in one jitted scan, and the chain's own time is taken off, so that no host sets the pace.
+Each call is compiled and checked by a process of its own, so many `--at-once`.  Once these are ready, one after the other times
+on a GPU.  In JAX a chain of calls runs in one jitted scan, and the chain's own time is taken off, so that no host sets the pace.
 """
 
 import argparse
@@ -35,25 +35,28 @@ from regret_page import LOSS, Run, heat_map, read, tables
 JOBS = ("forward", "forward + JVP", "forward + backward", "JVP + dual backward")
 
 
-def one_call(name: str, options: argparse.Namespace, folder: Path) -> None:
-    """The milliseconds of each job and contender of one call, written to the folder."""
+def one_call(name: str, options: argparse.Namespace, path: Path, others: int) -> None:
+    """The milliseconds of each job and contender of one call, written to this path, .json; so many calls are compiled at once."""
     framework = importlib.import_module(f"{options.framework}_everyday")
     call = CALLS[name].small() if options.small else CALLS[name]
     arrays, times, failures = framework.draw(call), {}, {}
     timers: dict[tuple[str, str], Callable[[], float]] = {}
-    with locked():  # float64 takes memory that others compile with
-        exact = {job: framework.exact(call, job, arrays) for job in options.jobs}
     for job in options.jobs:
-        values, allowed = exact[job]
+        values, allowed = framework.exact(call, job, arrays)
+        known: set[str] = set()  # programs
         for who, attention in framework.contenders(call, job).items():
-            made = attempt(framework, lambda j=job, a=attention: framework.prepare(call, j, a, arrays, options))
+            made = attempt(
+                framework, lambda j=job, a=attention, k=known: framework.prepare(call, j, a, arrays, k, options)
+            )
+            if made is None:  # a family that the default has chosen
+                continue
             reason = made.reason if isinstance(made, Failure) else mistake(made[0], values, allowed)
             if reason:
                 failures[f"{job}, {who}"] = reason
             else:
                 timers[job, who] = made[1]
     if options.gpus:
-        wait_for_others(name, options, folder)
+        wait_for_others(path, others, options.patience)
     with locked():
         samples: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
         for turn in range(options.rounds):
@@ -62,48 +65,51 @@ def one_call(name: str, options: argparse.Namespace, folder: Path) -> None:
                 samples[key].append(timers[key]())
     for (job, who), found in samples.items():
         times.setdefault(job, {})[who] = statistics.median(found)
-    (folder / f"{index(name, options)}.json").write_text(json.dumps(dict(times=times, failures=failures)))
+    path.with_suffix(".json").write_text(json.dumps(dict(times=times, failures=failures)))
 
 
-def index(name: str, options: argparse.Namespace) -> int:
-    return options.calls.index(name)
-
-
-def wait_for_others(name: str, options: argparse.Namespace, folder: Path) -> None:
+def wait_for_others(path: Path, others: int, patience: float) -> None:
     """Nobody compiles beside a timing; but whoever takes too long is not waited for."""
-    (folder / f"{index(name, options)}.ready").touch()
-    end = time.monotonic() + options.patience
-    while len([*folder.glob("*.ready")]) < len(options.calls) and time.monotonic() < end:
+    path.with_suffix(".ready").touch()
+    end = time.monotonic() + patience
+    while len([*path.parent.glob("*.ready")]) < others and time.monotonic() < end:
         time.sleep(0.5)
 
 
 def all_calls(options: argparse.Namespace, arguments: list[str]) -> dict[str, dict]:
-    """By name, what `one_call` wrote of each."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, processes = Path(temporary), []
-        for i, name in enumerate(options.calls):
-            environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", OMP_NUM_THREADS="1")
-            if options.gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = str(i % options.gpus)
-            of_one = ["--gpus", str(options.gpus), "--one", name, str(folder)]
-            command = [sys.executable, __file__, *arguments, *of_one]
-            with open(folder / f"{i}.log", "w") as log:
-                processes.append(subprocess.Popen(command, env=environment, stderr=log))
-            if not options.gpus:
-                processes[-1].wait()  # on a CPU one after the other
-        end = time.monotonic() + options.limit
-        for process in processes:
-            try:
-                process.wait(max(1.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-        found = {}
-        for i, name in enumerate(options.calls):
-            path = folder / f"{i}.json"
-            lines = (folder / f"{i}.log").read_text().strip().splitlines()
-            ended = "; ".join(lines[-2:]) or "took too long"
-            found[name] = json.loads(path.read_text()) if path.exists() else dict(times={}, failures={"all": ended})
-        return found
+    """By name, what `one_call` wrote of each.  On a CPU one call is timed after the other; on GPUs some are compiled at once."""
+    found, end = {}, time.monotonic() + options.limit
+    at_once = options.at_once if options.gpus else 1
+    for first in range(0, len(options.calls), at_once):
+        with tempfile.TemporaryDirectory() as folder:
+            found |= some_calls(options.calls[first : first + at_once], options, arguments, Path(folder), end)
+    return found
+
+
+def some_calls(
+    calls: list[str], options: argparse.Namespace, arguments: list[str], folder: Path, end: float
+) -> dict[str, dict]:
+    """Of calls that are compiled at the same time, each by a process, and timed when all are ready."""
+    processes, found = [], {}
+    for i, name in enumerate(calls):
+        environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", OMP_NUM_THREADS="1")
+        if options.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = str(i % options.gpus)
+        of_one = ["--gpus", str(options.gpus), "--one", name, str(folder / str(i)), str(len(calls))]
+        with open(folder / f"{i}.log", "w") as log:
+            processes.append(
+                subprocess.Popen([sys.executable, __file__, *arguments, *of_one], env=environment, stderr=log)
+            )
+    for i, (name, process) in enumerate(zip(calls, processes, strict=True)):
+        try:
+            process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        path = folder / f"{i}.json"
+        lines = (folder / f"{i}.log").read_text().strip().splitlines()
+        ended = "; ".join(lines[-2:]) or "took too long"
+        found[name] = json.loads(path.read_text()) if path.exists() else dict(times={}, failures={"all": ended})
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,12 +124,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--small", action="store_true", help="calls of the same kinds, small: to test the script")
+    parser.add_argument("--at-once", type=int, default=os.cpu_count(), help="calls that are compiled at the same time")
     parser.add_argument("--patience", type=float, default=200, help="seconds that processes wait for one another")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all")
     parser.add_argument("--at-most", type=float, default=LOSS, help="regret, above which the exit status is 1")
     parser.add_argument("--output", type=Path, default=Path("results/regret"), help="without an ending")
     parser.add_argument("--draw", nargs="+", type=Path, metavar="RUN.json", help="saved runs, and time nothing")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # what the processes are called with
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # what the processes are called with
     options = parser.parse_args(arguments)
     for name in options.calls:
         if name not in CALLS:
@@ -131,7 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         options.rounds = 1
     if options.one:
-        one_call(options.one[0], options, Path(options.one[1]))
+        name, path, others = options.one
+        one_call(name, options, Path(path), int(others))
         return 0
     if options.draw:
         draw(read(options.draw), options.output)

@@ -175,8 +175,8 @@ def exact(call: Call, job: str, arrays: Arrays) -> tuple[list[np.ndarray], list[
     return found[0], relative_errors(found[1], found[0])
 
 
-def prepare(call: Call, job: str, attention: Callable, arrays: Arrays, options: Any):
-    """The results, and a function that times the job: milliseconds."""
+def prepare(call: Call, job: str, attention: Callable, arrays: Arrays, known: set[str], options: Any):
+    """The results, and a function that times the job: milliseconds.  All contenders are programs of their own."""
     run = job_function(job, attention, arrays)
     results = to_numpy(checked(call, a) for a in run())
     if options.graphs:
