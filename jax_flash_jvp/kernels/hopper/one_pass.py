@@ -128,7 +128,7 @@ def clean_resident(w: gl.constexpr, n, resident_row, others, memory, options):
 def as_after(i, ints):
     """The same, but so that the compiler, which does not know, works nothing out of n before the loop."""
     return Integers(
-        ints.n + (i >> 30), ints.HQ, ints.GROUP, ints.LQ, ints.LK, ints.left, ints.right, 0, 0, 0,
+        unfolded(ints.n, i), ints.HQ, ints.GROUP, ints.LQ, ints.LK, ints.left, ints.right, 0, 0, 0,
         ints.of_blocks, ints.of_heads, 0, 0, ints.of_together, ints.of_rest,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from jax_flash_jvp.kernels.portable import scores
 
-log2_sum_exp = gluon.jit(scores.log2_sum_exp.fn)
+log2_sum_exp, unfolded = (gluon.jit(f.fn) for f in (scores.log2_sum_exp, scores.unfolded))
 LOG2E, LN2 = gl.constexpr(scores.LOG2E.value), gl.constexpr(scores.LN2.value)
 LOWEST = gl.constexpr(-3.4e38)  # a maximum of scores that is finite where nothing has been seen yet
 GROUP_ROWS = gl.constexpr(64)  # resident rows of one consumer warpgroup
@@ -66,13 +66,6 @@ def operand_layout(columns):
 @gluon.jit
 def operand(b_x):
     return gl.convert_layout(b_x, operand_layout(b_x.shape[1]))
-
-
-@gluon.jit
-def unfolded(x, tick):
-    """x, but so that the compiler, which does not know that `tick` is small, works out nothing of it beforehand: else what
-    depends on x, as descriptors of resident tiles, stays in registers throughout a loop."""
-    return x + (tick >> 30)
 
 
 @gluon.jit

@@ -34,6 +34,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     sums,
     tangent_products,
     tangent_scores,
+    unfolded,
     without,
 )
 from jax_flash_jvp.kernels.portable.visibility import (
@@ -136,7 +137,7 @@ def forward(
                 o_n = (row + o_c)[None, :]
                 b_k = load_rows(K + k_offset, row, s_k, o_c, key_end, D, PHASE > 0)
                 if PRECISION == "tf32x3" and parts(D) > 2:  # held as operands, they would not leave any registers
-                    again = i_m * BM + (row >> 30)
+                    again = unfolded(i_m * BM, row)
                     b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
                     if HAS_TQ:
                         b_tq = load_rows(TQ + q_offset, again, s_q, o_r, query_end, D, True)

@@ -37,6 +37,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     tangent_products,
     tangent_scores,
     under_cap,
+    unfolded,
     without,
 )
 from jax_flash_jvp.kernels.portable.tiles import padded, rows_for
@@ -178,7 +179,7 @@ def one_tile(
                 b_dq = without(b_dq, excess(b_dx, dtype, PRECISION), b_mean)
             store_rows(D_Q + q_result, 0, HQ * D, o_r, LQ, D, scaled(b_dq, scale))
         if TANGENT:
-            again = unknown_zero(i)  # operands are loaded again where they are used: registers do not hold all
+            again = first_row_again(i)  # operands are loaded again where they are used: registers do not hold all
             b_w = tl.zeros([BM, BN], tl.float32)
             if HAS_TS:
                 b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
@@ -206,7 +207,7 @@ def one_tile(
                 b_tdx -= b_dx * b_u * b_ts * (2.0 * scale / cap)
             b_tsum += b_tds
             if WANT_TD_V:
-                again = unknown_zero(i)
+                again = first_row_again(i)
                 b_tdv = sums(BN, DV)
                 if HAS_TDO:
                     b_tdo = load_rows(TDO + o_offset, again, s_o, o_r, query_end, DV, True)
@@ -216,7 +217,7 @@ def one_tile(
                     b_tdv = accumulated(b_tdv, tl.trans(thinned(b_p * b_w, b_kept, FEATURES)), b_do, PRECISION)
                 store_rows(TD_V + v_result, 0, HQ * DV, o_c, LK, DV, b_tdv)
             if WANT_TD_K:
-                again = unknown_zero(i)
+                again = first_row_again(i)
                 b_q = load_rows(Q + q_offset, again, s_q, o_r, query_end, D, True)
                 b_tdk = accumulated(sums(BN, D), tl.trans(b_tdx), b_q, PRECISION)
                 if HAS_TQ:
@@ -224,7 +225,7 @@ def one_tile(
                     b_tdk = accumulated(b_tdk, tl.trans(b_dx), b_tq, PRECISION)
                 store_rows(TD_K + k_result, 0, HQ * D, o_c, LK, D, scaled(b_tdk, scale))
             if WANT_TD_Q:
-                again = unknown_zero(i)
+                again = first_row_again(i)
                 b_k = load_rows(K + k_offset, again, s_k, o_c, key_end, D, True)
                 b_tdq = accumulated(sums(BM, D), b_tdx, b_k, PRECISION)
                 if HAS_TK:
@@ -245,10 +246,10 @@ def one_tile(
 
 
 @triton.jit
-def unknown_zero(i):
-    """Zero, though the compiler does not know it: what was loaded is loaded again, and no sooner."""
+def first_row_again(i):
+    """Zero, for loads that are to be repeated: behind a barrier, so that no load moves up to where registers are full."""
     tl.debug_barrier()
-    return i >> 30
+    return unfolded(0, i)
 
 
 @triton.jit

@@ -145,6 +145,13 @@ def load_statistic(X, x, m_x, other: tl.constexpr, MASKED: tl.constexpr):
         return tl.load(X + x)
 
 
+@triton.jit
+def unfolded(x, tick):
+    """x, but so that the compiler, which does not know that `tick` is small, works out nothing of it beforehand: else what
+    depends on x, as descriptors or operands of resident tiles, stays in registers throughout a loop."""
+    return x + (tick >> 30)
+
+
 # ------------------------------------------------------------------------------------------------ one head's share
 
 
