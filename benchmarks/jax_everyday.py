@@ -15,7 +15,7 @@ from jax_flash_jvp import dot_product_attention, visibility
 from measure import relative_errors
 
 CHAINED = 10  # calls in what is timed at once
-SCORES = 2**26  # that the float64 computation holds at a time
+SCORES = 2**26  # that float64 holds at a time: all processes may compute so at once, and keep the memory
 
 
 def gpus() -> int:

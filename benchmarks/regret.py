@@ -35,8 +35,9 @@ from regret_page import LOSS, Run, heat_map, read, tables
 JOBS = ("forward", "forward + JVP", "forward + backward", "JVP + dual backward")
 
 
-def one_call(name: str, options: argparse.Namespace, path: Path, others: int) -> None:
-    """The milliseconds of each job and contender of one call, written to this path, .json; so many calls are compiled at once."""
+def one_call(name: str, options: argparse.Namespace, path: Path, together: int) -> None:
+    """Writes the milliseconds of each job and contender of one call to this path, with .json.  So many calls are compiled
+    together, of which this is one."""
     framework = importlib.import_module(f"{options.framework}_everyday")
     call = CALLS[name].small() if options.small else CALLS[name]
     arrays, times, failures = framework.draw(call), {}, {}
@@ -56,7 +57,7 @@ def one_call(name: str, options: argparse.Namespace, path: Path, others: int) ->
             else:
                 timers[job, who] = made[1]
     if options.gpus:
-        wait_for_others(path, others, options.patience)
+        wait_for_others(path, together, options.patience)
     with locked():
         samples: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
         for turn in range(options.rounds):
@@ -68,11 +69,11 @@ def one_call(name: str, options: argparse.Namespace, path: Path, others: int) ->
     path.with_suffix(".json").write_text(json.dumps(dict(times=times, failures=failures)))
 
 
-def wait_for_others(path: Path, others: int, patience: float) -> None:
+def wait_for_others(path: Path, together: int, patience: float) -> None:
     """Nobody compiles beside a timing; but whoever takes too long is not waited for."""
     path.with_suffix(".ready").touch()
     end = time.monotonic() + patience
-    while len([*path.parent.glob("*.ready")]) < others and time.monotonic() < end:
+    while len([*path.parent.glob("*.ready")]) < together and time.monotonic() < end:
         time.sleep(0.5)
 
 
@@ -124,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--small", action="store_true", help="calls of the same kinds, small: to test the script")
-    parser.add_argument("--at-once", type=int, default=os.cpu_count(), help="calls that are compiled at the same time")
+    parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="calls that are compiled together")
     parser.add_argument("--patience", type=float, default=200, help="seconds that processes wait for one another")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all")
     parser.add_argument("--at-most", type=float, default=LOSS, help="regret, above which the exit status is 1")
@@ -135,11 +136,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.calls:
         if name not in CALLS:
             parser.error(f"--calls must be among {', '.join(CALLS)}: got {name}")
+    if options.at_once < 1:
+        parser.error(f"--at-once must be 1 or more: got {options.at_once}")
     if options.quick:
         options.rounds = 1
     if options.one:
-        name, path, others = options.one
-        one_call(name, options, Path(path), int(others))
+        name, path, together = options.one
+        one_call(name, options, Path(path), int(together))
         return 0
     if options.draw:
         draw(read(options.draw), options.output)

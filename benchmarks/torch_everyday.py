@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from everyday import Call, checked, entries, joined
 from jax_flash_jvp import visibility
-from measure import relative_errors
+from measure import locked, relative_errors
 from torch_bridge import scaled_dot_product_attention
 from torch_calls import DEVICE, out_of_memory, release, to_numpy, wait  # noqa: F401 (`attempt` asks for the first two)
 
@@ -160,6 +160,7 @@ def naive(call: Call) -> Callable:
     return attention
 
 
+@locked()  # the memory is given back in the end; others compile meanwhile
 def exact(call: Call, job: str, arrays: Arrays) -> tuple[list[np.ndarray], list[float]]:
     """What `checked` leaves of the results, in float64, and the errors of naive attention in the arrays' dtype."""
     arrays = tree_map(lambda a: checked(call, a), arrays)
