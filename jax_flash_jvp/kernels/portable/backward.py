@@ -34,6 +34,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     load_rows,
     load_statistic,
     log2_sum_exp,
+    of_rows,
     operand,
     own_block,
     products,
@@ -168,11 +169,13 @@ def key_side(
                 low, high = span(start, first, whole, stop, counts, BM, PHASE, True, FEATURES)
                 for at in range(low, high, BM):
                     row = listed(tiles, at, BM, FEATURES)
+                    q_rows = of_rows(q_offset, i_hq, row, BM, LQ, s_qh, UNIT_Q, s_q, FEATURES)
+                    o_rows = of_rows(o_offset, i_hq, row, BM, LQ, 1, DV, s_o, FEATURES)
                     o_m = (row + o_c)[None, :]
                     x = i_q * LQ + row + o_c
                     m_x = row + o_c < query_end
                     end = end_of_seen(o_m, o_n, row, query_end, sight, PHASE, FEATURES)
-                    b_q = load_rows(Q + q_offset, row, s_q, o_c, end, D, is_cut(RAGGED, PHASE, FEATURES))  # [BM, D]
+                    b_q = load_rows(Q + q_rows, row, s_q, o_c, end, D, is_cut(RAGGED, PHASE, FEATURES))  # [BM, D]
                     lse2 = load_statistic(LSE2, x, m_x, float("inf"), RAGGED)
                     b_s = products(b_k, b_q, PRECISION)  # [BN, BM]
                     b_s, b_u = scores(b_s, scale, cap, bias, o_m, o_n, LQ, LK, FEATURES)
@@ -183,20 +186,20 @@ def key_side(
                         b_p = tl.where(visible(o_m, o_n, row, sight, FEATURES), b_p, 0.0)
                     b_kept = kept(o_m, o_n, head_seeds, rate, FEATURES)
                     b_pv = thinned(b_p, b_kept, FEATURES)
-                    b_tq = load_if(HAS_TQ, b_q, TQ + q_offset, row, s_q, o_c, end, D, is_cut(RAGGED, PHASE, FEATURES))
+                    b_tq = load_if(HAS_TQ, b_q, TQ + q_rows, row, s_q, o_c, end, D, is_cut(RAGGED, PHASE, FEATURES))
                     if HAS_TS and (WANT_TK or WANT_TV):
                         b_ts = tangent_products(b_k, b_q, b_tk, b_tq, HAS_TK, HAS_TQ, PRECISION)
                         b_ts = where_seen(b_ts, o_m, o_n, row, sight, PHASE, FEATURES)
                         b_w = tangent_scores(b_ts, b_u, scale, t_bias, o_m, o_n, LQ, LK, FEATURES, HAS_TBIAS)
                         b_w -= load_statistic(MU, x, m_x, 0.0, RAGGED)[None, :]
                     if HAS_DO:
-                        b_do = load_rows(DO + o_offset, row, s_o, o_c, end, DV, is_cut(RAGGED, PHASE, FEATURES))
+                        b_do = load_rows(DO + o_rows, row, s_o, o_c, end, DV, is_cut(RAGGED, PHASE, FEATURES))
                         if WANT_V:
                             b_dv = accumulated(b_dv, b_pv, b_do, PRECISION)
                         if HAS_TS and WANT_TV:
                             b_tdv = accumulated(b_tdv, b_pv * b_w, b_do, PRECISION)
                     if HAS_TDO:
-                        b_tdo = load_rows(TDO + o_offset, row, s_o, o_c, end, DV, is_cut(RAGGED, PHASE, FEATURES))
+                        b_tdo = load_rows(TDO + o_rows, row, s_o, o_c, end, DV, is_cut(RAGGED, PHASE, FEATURES))
                         if WANT_TV:
                             b_tdv = accumulated(b_tdv, b_pv, b_tdo, PRECISION)
                     if WANT_K or WANT_TK:
@@ -256,10 +259,11 @@ def query_side(
     LQ, LK = aligned(LQ, LK, FEATURES)
     i_m, i_bh, i_share = own_block(tl.cdiv(LQ, BM), n_shares, True, FEATURES)
     i_b, i_h = i_bh // HQ, i_bh % HQ
-    q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
+    q_offset = of_rows((i_b * s_qb + i_h * s_qh) * UNIT_Q, i_h, i_m * BM, BM, LQ, s_qh, UNIT_Q, s_q, FEATURES)
     k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
     v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
     o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
+    o_offset = of_rows(o_offset, i_h, i_m * BM, BM, LQ, 1, DV, s_o, FEATURES)
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, t_bias, sight, head_seeds = selected(
         BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
@@ -363,6 +367,7 @@ def query_side(
     before = rows_before(i_share, tl.cdiv(LQ, BM), n_shares, LQ, FEATURES)
     x += before
     q_offset, s_dq = results(i_b, i_h, HQ, LQ, D, FEATURES)
+    q_offset = of_rows(q_offset, i_h, i_m * BM, BM, LQ, 1, D, s_dq, FEATURES)
     q_offset += before * D
     tl.store(DELTA_OUT + x, delta, mask=m_x)
     if WANT_Q:

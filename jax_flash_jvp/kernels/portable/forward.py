@@ -22,6 +22,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     load_if,
     load_rows,
     log2_sum_exp,
+    of_rows,
     own_block,
     parts,
     products,
@@ -99,7 +100,7 @@ def forward(
     i_m, i_bh, i_share = own_block(tl.cdiv(LQ, BM), n_shares, True, FEATURES)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
-    q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
+    q_offset = of_rows((i_b * s_qb + i_h * s_qh) * UNIT_Q, i_h, i_m * BM, BM, LQ, s_qh, UNIT_Q, s_q, FEATURES)
     k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
     v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
@@ -177,6 +178,7 @@ def forward(
                     b_to = accumulated(b_to, b_pt, b_v, PRECISION)
 
     o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
+    o_offset = of_rows(o_offset, i_h, i_m * BM, BM, LQ, 1, DV, s_o, FEATURES)
     before = rows_before(i_share, tl.cdiv(LQ, BM), n_shares, LQ, FEATURES)
     x += before
     o_offset += before * DV

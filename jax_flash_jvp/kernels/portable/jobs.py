@@ -41,6 +41,7 @@ ROW_MEANS_FROM = (
 # With so few queries, or keys, a kernel rounds what it reads to TF32: of what there is more of, hardly any is read twice.
 READ_ONCE = 64
 KEY_PROGRAMS, LEAST_KEYS = 2, 256  # where keys are divided, programs for each multiprocessor, and keys of each
+HEADS_AS_ROWS = 64  # rows of a block with those of several heads, at most, if these have more than one
 SCORE_PROGRAMS = 8  # of the gradient of a bias, for each multiprocessor, which runs two to four at a time
 
 
@@ -84,12 +85,15 @@ def features(problem: Problem, x: Operands) -> Features:
     )  # fmt: skip
 
 
-def heads_as_rows(x: Operands, features: Features) -> bool:
-    """Can the query heads that share a head of keys be the rows of one block?  Of one query, where they see the same keys."""
+def rows_of_head(x: Operands, features: Features) -> int:
+    """The queries of a head, where the query heads that share a head of keys can be the rows of one block, else 0.  Their queries
+    are few, and what they see depends on positions and keys alone."""
     (_, queries, heads, _), key_heads = x.query.shape, x.key.shape[2]
     apart = features.bias.heads or features.mask.heads or features.dropout
     placed = features.segments or features.ranges.present or features.mask.matrix  # for each query
-    return queries == 1 and heads > key_heads and not (apart or placed)
+    placed = placed or (queries > 1 and (features.bias.rows or features.mask.rows or features.query_lengths))
+    few = queries == 1 or queries * heads <= HEADS_AS_ROWS * key_heads
+    return queries if few and heads > key_heads and not (apart or placed) else 0
 
 
 class KeyMeans(NamedTuple):
@@ -129,11 +133,13 @@ class PortableCall:
         self.key_gradient, self.value_gradient = (Output(tuple(a.shape), dtype) for a in (x.key, x.value))
         left, right = problem.reach(self.query_length, self.key_length)
         strides = [self._batch_sequence_head(a) for a in x[:3]]
-        if word == 16 and heads_as_rows(x, self.features):  # those for Hopper have rows of their own
-            self.query_length, self.query_heads = self.query_heads // self.key_heads, self.key_heads
-            strides[0] = (strides[0][0], strides[0][2], self.query_length * strides[0][2])
+        if word == 16 and (rows := rows_of_head(x, self.features)):  # those for Hopper have rows of their own
+            heads, self.query_heads = self.query_heads // self.key_heads, self.key_heads
+            self.query_length = heads * rows
+            if rows == 1:
+                strides[0] = (strides[0][0], strides[0][2], heads * strides[0][2])
             aligned = self.query_length % ALIGNED == 0
-            self.features = dataclasses.replace(self.features, one_query=True, queries_aligned=aligned)
+            self.features = dataclasses.replace(self.features, rows_of_head=rows, queries_aligned=aligned)
         units = [math.gcd(ALIGNED, batch, head) for batch, _, head in strides]
         group = self.query_heads // self.key_heads
         self.sizes = dict(HQ=self.query_heads, GROUP=group, LQ=self.query_length, LK=self.key_length)
@@ -530,10 +536,13 @@ def statistics(call: PortableCall, y, cy, ty, tcy, dual: bool) -> RowStatistics:
     """By a kernel of its own."""
     (o, log_sum_exp), (d_o, d_lse), (t_o, _), (t_d_o, t_d_lse) = y, cy, ty, tcy
     block_m = 16 if call.launcher.target == "interpret" else 64
+    _, queries, heads, _ = call.x.query.shape
+    if call.features.rows_of_head == 1:
+        queries, heads = call.query_length, 1
     launch = Launch(
-        backward_kernels.statistics, triton.cdiv(call.query_length, block_m) * call.batch * call.query_heads,
+        backward_kernels.statistics, triton.cdiv(queries, block_m) * math.prod(call.statistic.shape) // queries,
         dict(O=o, TO=t_o, DO=d_o, TDO=t_d_o, LSE=log_sum_exp, D_LSE=d_lse, TD_LSE=t_d_lse),
-        dict(HQ=1 if call.features.one_query else call.query_heads, LQ=call.query_length),
+        dict(HQ=heads, LQ=queries),
         dict(LSE2=call.statistic, DELTA=call.statistic, T_DELTA=call.statistic if dual else None),
         dict(
             call.value_constants, BM=block_m, HAS_TANGENT=dual, HAS_DO=d_o is not None, HAS_TDO=t_d_o is not None,

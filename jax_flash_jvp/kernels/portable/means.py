@@ -17,6 +17,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     lengths,
     load_block,
     load_rows,
+    of_rows,
     own_block,
     parts,
     products,
@@ -115,7 +116,7 @@ def row_means(
     i_h = i_bh % HQ
     if tl.load(COMMON + i_b * (HQ // GROUP) + i_h // GROUP) == 0:
         return
-    q_offset = (i_b * s_qb + i_h * s_qh) * UNIT_Q
+    q_offset = of_rows((i_b * s_qb + i_h * s_qh) * UNIT_Q, i_h, i_m * BM, BM, LQ, s_qh, UNIT_Q, s_q, FEATURES)
     k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, _, sight, _ = selected(

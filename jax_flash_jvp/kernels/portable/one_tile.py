@@ -60,7 +60,7 @@ def serves(call: Any, d_o: Any, dual: bool) -> bool:
     longest = LONGEST_INTERPRETED if interpreted else LONGEST_PLAIN if wide and not dual else LONGEST
     if max(call.query_length, call.key_length) > longest or call.widest > CHANNELS or d_o is None:
         return False
-    if features.partial or features.one_query or features.ranges.present or call.query_heads != call.key_heads:
+    if features.partial or features.rows_of_head or features.ranges.present or call.query_heads != call.key_heads:
         return False
     return interpreted or call.precision != "ieee"
 

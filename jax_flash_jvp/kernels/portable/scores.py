@@ -159,7 +159,7 @@ def unfolded(x, tick):
 def lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES: tl.constexpr):
     """(queries, keys) of this batch entry; what lies beyond is padding."""
     if FEATURES.query_lengths:
-        if FEATURES.one_query:
+        if FEATURES.rows_of_head == 1:
             LQ = tl.where(tl.load(Q_LENGTHS + i_b) > 0, LQ, 0)
         else:
             LQ = tl.minimum(LQ, tl.load(Q_LENGTHS + i_b))
@@ -171,10 +171,28 @@ def lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES: tl.constexpr):
 @triton.jit
 def results(i_b, i_h, HQ, LQ, D: tl.constexpr, FEATURES: tl.constexpr):
     """(offset, stride) of the rows of a head in an array like the output, [B, T, N, D]."""
-    if FEATURES.one_query:
+    T: tl.constexpr = FEATURES.rows_of_head
+    if T == 1:
         return (i_b * HQ + i_h) * LQ * D, D
+    elif T > 1:
+        return (i_b * LQ * HQ + i_h) * D, HQ * (LQ // T) * D  # the offset is for `of_rows`
     else:
         return (i_b * LQ * HQ + i_h) * D, HQ * D
+
+
+@triton.jit
+def of_rows(
+    offset, i_h, row, R: tl.constexpr, LQ, s_h, UNIT: tl.constexpr, s_t, FEATURES: tl.constexpr
+):  # fmt: skip
+    """The offset of the R rows from `row` on, less their multiples of s_t.  Where these are T queries of each of a few heads, row
+    g T + t lies at g s_h UNIT + t s_t from the first of these heads, so that each has its own, [R, 1]; `offset` counts the heads
+    before as if each were alone."""
+    T: tl.constexpr = FEATURES.rows_of_head
+    if T > 1:
+        i_g = ((row + tl.arange(0, R)) // T).to(tl.int64)[:, None]
+        return offset + (i_h * (LQ // T - 1) + i_g) * s_h * UNIT - i_g * T * s_t
+    else:
+        return offset
 
 
 @triton.jit

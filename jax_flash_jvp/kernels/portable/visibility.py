@@ -129,7 +129,8 @@ def in_ranges(ranges, o_m, first, last, LQ, FEATURES: tl.constexpr):
 def visible(o_m, o_n, first, sight, FEATURES: tl.constexpr):
     """Which of the keys o_n the queries o_m see.  `first`: the first of those along the columns of the result."""
     LQ, LK, mask, blocks = sight.LQ, sight.LK, sight.mask, sight.blocks
-    o_q = o_m * 0 if FEATURES.one_query else o_m
+    T: tl.constexpr = FEATURES.rows_of_head
+    o_q = o_m % T if T > 0 else o_m
     if FEATURES.right:
         b_seen = (o_n < sight.key_end) & (o_n <= o_q + sight.right)
     else:
@@ -186,8 +187,9 @@ def key_bounds(i_m, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.co
     first = 0
     whole = key_end
     stop = key_end
-    i_first = 0 if FEATURES.one_query else i_m * BM
-    i_last = 0 if FEATURES.one_query else (i_m + 1) * BM - 1
+    T: tl.constexpr = FEATURES.rows_of_head
+    i_first = 0 if T > 0 else i_m * BM
+    i_last = T - 1 if T > 0 else (i_m + 1) * BM - 1
     if FEATURES.right:
         stop = tl.minimum(key_end, tl.maximum(0, i_last + 1 + right))
         whole = tl.minimum(key_end, tl.maximum(0, i_first + 1 + right))
@@ -210,9 +212,10 @@ def query_bounds(i_n, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.
     first = 0
     whole = query_end
     stop = query_end
-    if FEATURES.one_query:
+    T: tl.constexpr = FEATURES.rows_of_head
+    if T > 0:
         if FEATURES.right:
-            stop = tl.where(i_n * BN <= right, stop, 0)
+            stop = tl.where(i_n * BN <= T - 1 + right, stop, 0)
         if FEATURES.left:
             stop = tl.where(i_n * BN + BN - 1 >= -left, stop, 0)
         if FEATURES.left or FEATURES.right:
@@ -221,7 +224,7 @@ def query_bounds(i_n, query_end, key_end, left, right, BM: tl.constexpr, BN: tl.
     elif FEATURES.right:
         start = tl.maximum(0, i_n * BN - right) // BM * BM
         first = tl.minimum(tl.cdiv(tl.maximum(0, i_n * BN + BN - 1 - right), BM), tl.cdiv(query_end, BM)) * BM
-    if FEATURES.left and not FEATURES.one_query:
+    if FEATURES.left and T == 0:
         stop = tl.minimum(query_end, tl.maximum(0, i_n * BN + BN + left))
         first = tl.minimum(first, tl.cdiv(stop, BM) * BM)
         whole = tl.maximum(first, tl.minimum(query_end, tl.maximum(0, i_n * BN + 1 + left)) // BM * BM)
@@ -370,7 +373,8 @@ def look_at_tiles(
     m_last, n_last = tl.minimum(m + BM, LQ) - 1, n + BN - 1
     something = (n < key_end) & (m < query_end)
     everything = (n_last < key_end) & (m_last < query_end)
-    i_first, i_last = (0, 0) if FEATURES.one_query else (m, m_last)
+    T: tl.constexpr = FEATURES.rows_of_head
+    i_first, i_last = (0, T - 1) if T > 0 else (m, m_last)
     if FEATURES.right:
         something &= n <= i_last + right
         everything &= n_last <= i_first + right
