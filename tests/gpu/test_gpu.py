@@ -96,9 +96,9 @@ def operands(shape, seed=0):
     return (q, k_, v), (tq, tk, tv), (g, h)
 
 
-def jobs(causal):
+def jobs(causal, **features):
     def f(attention):
-        return lambda *x: attention(*x, is_causal=causal)
+        return lambda *x: attention(*x, is_causal=causal, **features)
 
     return {
         "forward": lambda attention, x, tx, g: f(attention)(*x),
@@ -117,9 +117,9 @@ def jobs(causal):
 SECOND_ORDER = ("gradient through the tangent", "tangent of the gradient")
 
 
-def check(family, shape, dtype):
+def check(family, shape, dtype, **features):
     attention, arrays = by(family), operands(shape)
-    for title, job in jobs(shape[-1]).items():
+    for title, job in jobs(shape[-1], **features).items():
         if dtype == "float32" and shape[5] > 128 and title in SECOND_ORDER:
             continue  # no tile is worth launching
         job = jax.jit(job, static_argnums=0)
@@ -136,6 +136,23 @@ def test_portable_kernels_agree_with_float64(shape, dtype):
     if dtype == "float32" and 1 in shape[1:3]:
         pytest.skip("XLA multiplies vectors exactly, not in TF32: the naive computation is no measure")
     check("portable", shape, dtype)
+
+
+HEADS_AS_ROWS = [
+    (4, 8, 4000, 32, 8, 128, True),
+    (2, 8, 700, 16, 2, 64, True),
+    (2, 4, 700, 8, 2, 128, True),
+    (3, 3, 333, 6, 2, 72, True),
+    (200, 5, 130, 6, 2, 256, True),  # keys are not divided
+    (2, 2, 500, 8, 1, 64, True),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", HEADS_AS_ROWS, ids=name)
+def test_heads_as_rows(shape, dtype):
+    """The last queries of a sequence, as in speculative decoding."""
+    check("portable", shape, dtype, causal_alignment="lower_right")
 
 
 @hopper

@@ -146,11 +146,15 @@ def test_tile(job, head_dim, kind, capability, plain):
 
 @pytest.mark.parametrize(
     ("kind", "head_dim", "queries", "capability"),
-    [("half", 128, 20, 90), ("half", 64, 1, 86), ("tf32", 64, 16, 80), ("half", 256, 1, 100), ("ieee", 64, 9, 90)],
-)
+    [
+        ("half", 128, 20, 90), ("half", 64, 1, 86), ("tf32", 64, 16, 80), ("half", 256, 1, 100), ("ieee", 64, 9, 90),
+        ("half", 128, 8, 90), ("half", 64, 16, 90), ("half", 128, 8, 86), ("tf32", 64, 4, 90), ("tf32", 128, 4, 80),
+    ],
+)  # fmt: skip
 @pytest.mark.thorough
 def test_few_queries(kind, head_dim, queries, capability):
-    """Every kernel of a call whose keys are divided among programs compiles and fits, those that merge among them."""
+    """Every kernel of a call whose keys are divided among programs compiles and fits, those that merge among them.  Query heads
+    are the rows of one block where they have at most 64 rows together, 16 in float32."""
     dtype, precision = KINDS[kind]
     array = lambda length, heads: jax.ShapeDtypeStruct((2, length, heads, head_dim), dtype)
     x, statistic = (

@@ -9,8 +9,9 @@ import pytest
 
 import oracle
 from jax_flash_jvp import dot_product_attention
-from jax_flash_jvp.kernels.portable import jobs, shares
+from jax_flash_jvp.kernels.portable import jobs, shares, visibility
 from jax_flash_jvp.launch import Interpreter
+from jax_flash_jvp.problem import Operands, Problem
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_dropout_in_shares(on, monkeypatch):
     assert len(named(launches, "merge")) == 1
 
 
-# ------------------------------------------------------------------------------------------------ one query
+# ------------------------------------------------------------------------------------------------ heads that are rows
 
 CACHE = 50  # keys
 ONE = {  # features; whether the query heads of a head of keys are the rows of one block
@@ -199,18 +200,125 @@ ONE = {  # features; whether the query heads of a head of keys are the rows of o
 }  # fmt: skip
 
 
+def check_rows(queries, features, on, multiprocessors, dtype):
+    """The `rows_of_head` of the launches, which are right."""
+    features = dict(features)
+    N, S, axes = features.pop("heads", 4), features.pop("keys", CACHE), features.pop("bias", None)
+    shapes = (2, queries, N, D), (2, S, 2, D), (2, S, 2, D), *([] if axes is None else [axes])
+    x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
+    cy, cty = ((oracle.normal(20 + i, *shapes[0]), oracle.normal(30 + i, 2, queries, N)) for i in range(2))
+    attention, launches = on(multiprocessors)
+    x = (x[0], x[1] + 2, *x[2:])
+    oracle.assert_as_exact_as_naive(every_job(features), attention, (x, tx, cy, cty), dtype)
+    assert bool(named(launches, "merge")) == (multiprocessors == 32)
+    (rows,) = {launch.constants["FEATURES"].rows_of_head for launch in named(launches, "forward")}
+    return rows
+
+
 @pytest.mark.parametrize("multiprocessors", [1, 32])
 @pytest.mark.parametrize("name", ONE)
 def test_one_query(name, multiprocessors, on, monkeypatch):
     monkeypatch.setattr(jobs, "LEAST_KEYS", 16)
     features, as_rows = ONE[name]
-    features = dict(features)
-    N, axes = features.pop("heads", 4), features.pop("bias", None)
-    shapes = (2, 1, N, D), (2, CACHE, 2, D), (2, CACHE, 2, D), *([] if axes is None else [axes])
-    x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
-    cy, cty = ((oracle.normal(20 + i, *shapes[0]), oracle.normal(30 + i, 2, 1, N)) for i in range(2))
-    attention, launches = on(multiprocessors)
-    x = (x[0], x[1] + 2, *x[2:])
-    oracle.assert_as_exact_as_naive(every_job(features), attention, (x, tx, cy, cty), "bfloat16")
-    assert {launch.constants["FEATURES"].one_query for launch in named(launches, "forward")} == {as_rows}
-    assert bool(named(launches, "merge")) == (multiprocessors == 32)
+    assert check_rows(1, features, on, multiprocessors, "bfloat16") == as_rows
+
+
+LAST = dict(is_causal=True, causal_alignment="lower_right")
+FEW = {  # queries, features; whether the query heads of a head of keys are the rows of one block
+    "two-of-two-heads": (2, LAST, True),
+    "two-of-four": (2, dict(heads=8, **LAST), True),
+    "three-of-two": (3, LAST, True),
+    "three-of-four": (3, dict(heads=8, **LAST), True),
+    "eight-of-two": (8, LAST, True),
+    "eight-of-four": (8, dict(heads=8, **LAST), True),  # two blocks
+    "one-head": (8, dict(heads=2, **LAST), False),
+    "all": (8, {}, True),
+    "first": (8, dict(heads=8, is_causal=True), True),
+    "last-window": (8, dict(heads=8, local_window_size=(20, 0), causal_alignment="lower_right"), True),
+    "window": (8, dict(heads=8, local_window_size=(3, 18)), True),
+    "rows-that-see-nothing": (8, dict(heads=8, local_window_size=(-47, 60)), True),
+    "key-lengths": (8, dict(heads=8, key_value_seq_lengths=np.array([33, 0]), **LAST), True),
+    "mask": (3, dict(mask=oracle.normal(7, 2, 1, 1, CACHE) > 0.5, **LAST), True),
+    "mask-of-key-heads": (3, dict(mask=oracle.normal(7, 1, 2, 1, CACHE) > 0.5), True),
+    "cap": (3, dict(logits_soft_cap=1.3, **LAST), True),
+    "bias": (8, dict(heads=8, bias=(2, 1, 1, CACHE), **LAST), True),
+    "bias-of-key-heads": (3, dict(bias=(1, 2, 1, CACHE), **LAST), True),
+    "query-lengths": (3, dict(query_seq_lengths=np.array([2, 3])), False),
+    "mask-of-queries": (3, dict(mask=oracle.normal(7, 2, 1, 3, CACHE) > 0.5), False),
+    "bias-of-queries": (3, dict(bias=(1, 1, 3, 1)), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries(name, on, monkeypatch):
+    """Also where blocks begin within a head, of which positions know nothing."""
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 16)
+    queries, features, as_rows = FEW[name]
+    assert check_rows(queries, features, on, 32, "bfloat16") == queries * as_rows
+
+
+@pytest.mark.parametrize(("queries", "dtype", "as_rows"), [
+    (4, "float32", True), (5, "float32", False), (16, "bfloat16", True), (17, "bfloat16", False)
+])  # fmt: skip
+def test_how_many_queries_are_few(queries, dtype, as_rows, on):
+    assert check_rows(queries, dict(heads=8, **LAST), on, 1, dtype) == queries * as_rows
+
+
+def test_programs_of_heads_that_are_rows(on):
+    """One for each head of keys and block of rows, in every kernel but that of statistics."""
+    q, k = (jnp.asarray(oracle.normal(i, 2, n, h, D), "bfloat16") for i, (n, h) in enumerate(((4, 8), (CACHE, 2))))
+    attention, launches = on(1)
+    attend = functools.partial(attention, **LAST)
+    jax.jvp(jax.grad(lambda *x: attend(*x).astype("float32").sum(), range(3)), (q, k, k), (q, k, k))
+    programs = {}
+    for launch in launches:
+        programs.setdefault(launch.kernel.__name__, set()).add(launch.programs)
+    blocks = -(-CACHE // 16)
+    heads = dict(key_means=2 * 2, row_means=2 * 2, query_side=2 * 2, key_side=2 * 2 * blocks)
+    expected = dict(heads, forward=2 * 2, statistics=2 * 8)
+    assert programs == {name: {n} for name, n in expected.items()}
+
+
+@pytest.mark.parametrize("wrt", ["q", "k", "v", "qk", "qv", "kv"])
+def test_tangents_of_few_queries_may_be_absent(wrt, on):
+    def compute(attention, x, tx, g):
+        def along(*some):
+            return attention(*(dict(zip("qkv", x, strict=True)) | dict(zip(wrt, some, strict=True))).values(), **LAST)
+
+        x_some, t_some = ([a["qkv".index(name)] for name in wrt] for a in (x, tx))
+        gradient = lambda *some: jax.vjp(along, *some)[1](g)
+        return {"forward": jax.jvp(along, x_some, t_some), "gradient": jax.jvp(gradient, x_some, t_some)}
+
+    shapes = (2, 3, 8, D), (2, CACHE, 2, D), (2, CACHE, 2, D)
+    x, tx = ([oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)] for i in range(2))
+    oracle.assert_as_exact_as_naive(compute, on(1)[0], (x, tx, oracle.normal(20, *shapes[0])), "bfloat16")
+
+
+def test_parts_of_the_keys_of_few_queries():
+    """Merged, they are the whole."""
+    draw = lambda seed, n, heads: np.asarray(oracle.normal(seed, 2, n, heads, D), "float32")
+    q, k, v = draw(0, 3, 8), draw(1, CACHE, 2), draw(2, CACHE, 2)
+    problem = Problem(scale=0.2, partial=True)
+    parts = [Operands(q, *(np.ascontiguousarray(a[:, keys]) for a in (k, v))) for keys in (np.s_[:20], np.s_[20:])]
+    assert jobs.PortableCall(Interpreter(), problem, parts[0]).features.rows_of_head == 3
+    o, lse = zip(*(jobs.forward(Interpreter(), problem, x)[:2] for x in parts), strict=True)
+    weights = np.exp(lse - np.logaddexp(*lse)).swapaxes(2, 3)[..., None]
+    exact = oracle.attention(*map(np.float64, (q, k, v)), scale=0.2)
+    np.testing.assert_allclose((weights * o).sum(0), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("o_q = o_m % T if T > 0 else o_m", "o_q = o_m"),
+        ("i_first = 0 if T > 0 else i_m * BM", "i_first = i_m * BM"),
+        ("i_last = T - 1 if T > 0", "i_last = 0 if T > 0"),
+        ("tl.where(i_n * BN <= T - 1 + right", "tl.where(i_n * BN <= right"),
+    ],
+    ids=["visible", "seen-whole", "stop", "stop-of-keys"],
+)
+def test_positions_from_rows_fail(old, new, broken_kernels, on):
+    broken_kernels(visibility, old, new)
+    with pytest.raises(AssertionError, match="error"):
+        check_rows(8, dict(heads=8, keys=36, **LAST), on, 1, "bfloat16")

@@ -666,17 +666,19 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("queries", [19, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels_read_torch_layouts(layout):
-    """Each operator, by the kernels and by the reference, on strided tensors whose tangents are strided otherwise."""
+def test_kernels_read_torch_layouts(layout, queries):
+    """Each operator, by the kernels and by the reference, on strided tensors whose tangents are strided otherwise; also where
+    heads are rows of one block."""
     launch = pytest.importorskip("torch_bridge.launch")
     make, other = LAYOUTS[layout], LAYOUTS["BLHD"]
     heads = 2, 1, 1
-    x = *(make(n, h, i) for i, (n, h) in enumerate(zip((19, 17, 17), heads, strict=True))), None
-    tx = other(19, 2, 5), None, make(17, 1, 6), None
+    x = *(make(n, h, i) for i, (n, h) in enumerate(zip((queries, 17, 17), heads, strict=True))), None
+    tx = other(queries, 2, 5), None, make(17, 1, 6), None
     case = reference.Case(Problem(0.3, is_causal=True))
     o, lse, t_o, mu = reference.run("forward_dual", case, x, tx)
-    cy, tcy = (LAYOUTS["BHLD"](19, 2, 7), None), (LAYOUTS["packed"](19, 2, 8), mu.sin())
+    cy, tcy = (LAYOUTS["BHLD"](queries, 2, 7), None), (LAYOUTS["packed"](queries, 2, 8), mu.sin())
     y, ty = (o, lse), (t_o, mu)
     calls = dict(
         forward=dict(),

@@ -41,7 +41,9 @@ ROW_MEANS_FROM = (
 # With so few queries, or keys, a kernel rounds what it reads to TF32: of what there is more of, hardly any is read twice.
 READ_ONCE = 64
 KEY_PROGRAMS, LEAST_KEYS = 2, 256  # where keys are divided, programs for each multiprocessor, and keys of each
-HEADS_AS_ROWS = 64  # rows of a block with those of several heads, at most, if these have more than one
+# The most rows that several queries of several heads may be together.  Of float32 as many as `for_few` takes: with more the duals
+# of wide heads spill.  (Compiled ahead of time, not measured.)
+MOST_HEAD_ROWS, MOST_HEAD_ROWS_OF_FLOAT32 = 64, FEW // 2
 SCORE_PROGRAMS = 8  # of the gradient of a bias, for each multiprocessor, which runs two to four at a time
 
 
@@ -86,14 +88,16 @@ def features(problem: Problem, x: Operands) -> Features:
 
 
 def rows_of_head(x: Operands, features: Features) -> int:
-    """The queries of a head, where the query heads that share a head of keys can be the rows of one block, else 0.  Their queries
-    are few, and what they see depends on positions and keys alone."""
+    """How many rows of a block each query head has, where those that share a head of keys are the rows of one, else 0.  Their
+    queries are few, and what a query sees follows from its position."""
     (_, queries, heads, _), key_heads = x.query.shape, x.key.shape[2]
+    most = MOST_HEAD_ROWS if dtype_of(x.query) != "float32" else MOST_HEAD_ROWS_OF_FLOAT32
     apart = features.bias.heads or features.mask.heads or features.dropout
-    placed = features.segments or features.ranges.present or features.mask.matrix  # for each query
-    placed = placed or (queries > 1 and (features.bias.rows or features.mask.rows or features.query_lengths))
-    few = queries == 1 or queries * heads <= HEADS_AS_ROWS * key_heads
-    return queries if few and heads > key_heads and not (apart or placed) else 0
+    by_query = features.segments or features.ranges.present or features.mask.matrix
+    if queries > 1:
+        by_query |= features.bias.rows or features.mask.rows or features.query_lengths
+    few = queries == 1 or queries * heads <= most * key_heads
+    return queries if few and heads > key_heads and not (apart or by_query) else 0
 
 
 class KeyMeans(NamedTuple):
