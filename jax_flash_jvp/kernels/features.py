@@ -44,8 +44,8 @@ class Features:
     ranges: Axes = Axes()  # of keys, for each query
     intervals: int = 0  # in these
     tiles: Axes = Axes()  # the lists of tiles to visit, where there are masks, segments or ranges
-    # Queries of a head, where those of all heads that share a head of keys are the rows of a block, one head after the other;
-    # heads are those of keys then.  0: a block has rows of one head.
+    # Queries of a head, where the query heads that share a head of keys are the rows of one block, one after the other.  Heads
+    # are those of keys then.  0: a block has rows of one query head.
     rows_of_head: int = 0
     key_shares: bool = False  # the keys of a block are divided among programs
     row_means: bool = False  # each row of scores has a mean key of its own, else each head of keys
