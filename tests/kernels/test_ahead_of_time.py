@@ -22,9 +22,9 @@ NOTHING, QUERY, VALUE, KEY_AND_VALUE, BIAS = (
 )
 
 
-def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):
+def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True, idle=False):
     """The compiled kernel: with a loop over masked tiles and one over whole tiles, or `plain`, with the latter; of the
-    dual backward, with the `gradients` or only with their tangents."""
+    dual backward, with the `gradients` or only with their tangents; as on a GPU that would be `idle` for the most part."""
     dtype, precision = KINDS[kind]
     length = 1024 if plain else 1023
     problem = Problem(scale=head_dim**-0.5, is_causal=not plain, precision=precision)
@@ -37,6 +37,8 @@ def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):
     backward = lambda want: jobs.backward(recorder, problem, *primals, want)
     dual = lambda want: jobs.backward_dual(recorder, problem, *primals, tangents, want if gradients else NOTHING, want)
     recorder = Recorder(capability)
+    if idle:
+        recorder.multiprocessors = 10_000
     {
         "forward": lambda: jobs.forward(recorder, problem, x),
         "forward_dual": lambda: jobs.forward(recorder, problem, x, x),
@@ -57,13 +59,15 @@ def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True):
     return compiled(kernel, signature, constants, capability=capability, **options)
 
 
-def check(job, head_dim, kind, capability, **variant):
+def check(job, head_dim, kind, capability, spill=0, **variant):
+    """It spills no more than its tile may, or `spill` if that is more."""
     dtype, precision = KINDS[kind]
     resources = compiled_job(job, head_dim, kind, capability, **variant)
     assert resources.fits(capability), resources
     assert resources.mma or product(dtype, precision, head_dim, capability) == "ieee", resources
     tiles_of = "forward_dual" if job == "tangent" else job
-    assert resources.spill_stores <= tile(tiles_of, head_dim, dtype, precision, capability).spill, resources
+    most = max(spill, tile(tiles_of, head_dim, dtype, precision, capability).spill)
+    assert resources.spill_stores <= most, resources
 
 
 FEATURES = {
@@ -121,9 +125,8 @@ def test_features(feature, head_dim, kind, capability):
         # of ranges the loop over tiles with rows that nobody sees spills, which the others do not feel
         most = {"everything": 1700, "ranges": 2500}.get(feature, 900)
         assert resources.spill_stores <= most, (kernel, resources)
-        assert resources.mma or kernel.__name__ in ("statistics", "key_means", "look_at_tiles", "list_tiles", "pack"), (
-            kernel
-        )
+        others = ("statistics", "key_means", "look_at_tiles", "list_tiles", "list_few_tiles", "pack")
+        assert resources.mma or kernel.__name__ in others, kernel
 
 
 def cases():
@@ -142,6 +145,17 @@ def cases():
 @pytest.mark.thorough
 def test_tile(job, head_dim, kind, capability, plain):
     check(job, head_dim, kind, capability, plain=plain)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["whole", ""])
+@pytest.mark.parametrize("head_dim", [32, 64])
+@pytest.mark.parametrize(
+    ("job", "kind"), [("forward", "ieee"), ("key_side", "ieee"), ("key_side", "tf32"), ("query_side", "tf32")]
+)
+@pytest.mark.thorough
+def test_halved_tile(job, kind, head_dim, plain):
+    """Spills no more than the tile with twice as many rows may, but in the key side's loop over masked tiles."""
+    check(job, head_dim, kind, 90, plain=plain, idle=True, spill=250 if job == "key_side" and not plain else 0)
 
 
 @pytest.mark.parametrize(

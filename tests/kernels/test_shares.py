@@ -1,4 +1,5 @@
-"""Few blocks: results that several programs share, and heads that are rows, interpreted, against dense attention in float64."""
+"""Few blocks: results that several programs share, and heads that are rows, interpreted, against dense attention in float64;
+and which calls have smaller blocks."""
 
 import functools
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import oracle
+from compiled import Recorder
 from jax_flash_jvp import dot_product_attention
 from jax_flash_jvp.kernels.portable import jobs, shares, visibility
 from jax_flash_jvp.launch import Interpreter
@@ -323,3 +325,48 @@ def test_positions_from_rows_fail(old, new, broken_kernels, on):
     broken_kernels(visibility, old, new)
     with pytest.raises(AssertionError, match="error"):
         check_rows(8, dict(heads=8, keys=36, **LAST), on, 1, "bfloat16")
+
+
+# ------------------------------------------------------------------------------------------------ smaller blocks
+
+ATOMS = dict(shape=(1, 400, 10, 64), dtype="float32", precision="tf32")
+SMALLER = {  # a call; rows of the result, warps and programs of the forward, the query side and the key side
+    "tf32": (ATOMS, [(64, 4, 70), (64, 4, 70), (64, 4, 70)]),
+    "ieee": (ATOMS | dict(precision="ieee"), [(64, 4, 70), (64, 4, 70), (64, 4, 70)]),
+    "segments": (ATOMS | dict(precision="ieee", segments=True), [(64, 4, 70), (64, 4, 70), (64, 4, 70)]),
+    "narrow": (ATOMS | dict(shape=(1, 400, 10, 32), precision="ieee"), [(64, 4, 70), (64, 4, 70), (64, 4, 70)]),
+    "as-many-as-multiprocessors": (ATOMS | dict(shape=(1, 384, 22, 64)), [(64, 4, 132), (64, 4, 132), (64, 4, 132)]),
+    "more": (ATOMS | dict(shape=(1, 384, 23, 64)), [(64, 4, 138), (128, 8, 69), (128, 8, 69)]),
+    "of-a-smaller-gpu": (ATOMS | dict(multiprocessors=69), [(64, 4, 70), (128, 8, 40), (128, 8, 40)]),
+    "of-an-unknown-gpu": (ATOMS | dict(multiprocessors=None), [(64, 4, 70), (64, 4, 70), (64, 4, 70)]),
+    "bfloat16": (ATOMS | dict(dtype="bfloat16"), [(128, 8, 40), (64, 4, 70), (64, 4, 70)]),
+    "wide": (ATOMS | dict(shape=(1, 400, 10, 72)), [(128, 8, 40), (128, 8, 40), (128, 8, 40)]),
+    "another-gpu": (ATOMS | dict(target=80), [(64, 4, 70), (64, 4, 70), (32, 4, 130)]),
+    "keys-divided": (ATOMS | dict(shape=(1, 128, 8, 64), keys=4096, precision="ieee"), [(128, 8, 8 * 16)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_rows_of_blocks(name):
+    """Half as many where multiprocessors would have no program: not below 64, and not where shares of keys keep them busy."""
+    call = dict(multiprocessors=132, target=90, segments=False, keys=None) | SMALLER[name][0]
+    batch, length, heads, channels = call["shape"]
+    recorder, problem = Recorder(call["target"]), Problem(scale=0.125, precision=call["precision"])
+    recorder.multiprocessors = call["multiprocessors"]
+    array = lambda n: jax.ShapeDtypeStruct((batch, n, heads, channels), call["dtype"])
+    q, k, statistic = (
+        array(length),
+        array(call["keys"] or length),
+        jax.ShapeDtypeStruct((batch, heads, length), "float32"),
+    )
+    ids = jax.ShapeDtypeStruct((batch, length), "int32") if call["segments"] else None
+    x, launches = Operands(q, k, k, query_segments=ids, key_segments=ids), []
+    recorder.launch = lambda launch: (launches.append(launch), Recorder.launch(recorder, launch))[1]
+    jobs.forward(recorder, problem, x)
+    jobs.backward(recorder, problem, x, (q, statistic), (q, None), (True, True, True, False))
+    sides = dict(forward="BM", query_side="BM", key_side="BN")
+    found = [
+        (launch.constants[sides[launch.kernel.__name__]], launch.num_warps, launch.programs)
+        for launch in launches if launch.kernel.__name__ in sides
+    ]  # fmt: skip
+    assert found[: len(SMALLER[name][1])] == SMALLER[name][1]

@@ -26,6 +26,7 @@ from jax_flash_jvp.kernels.portable.tiles import (
     accumulators,
     fitted,
     for_few,
+    halved,
     least_rows,
     lighter,
     product,
@@ -203,7 +204,17 @@ class PortableCall:
         few = self.query_length <= most and self.key_length > 64 and target != "interpret"
         if few and self.precision != "ieee" and not job.startswith("score"):  # whose products are unrolled
             return for_few(found, job, self.query_length, self.key_length, self.widest, self.dtype)
-        return fitted(found, job, self.query_length, self.key_length, least_rows(self.precision, self.widest))
+        found = fitted(found, job, self.query_length, self.key_length, least_rows(self.precision, self.widest))
+        return found if job.startswith("score") else self.filling(found, job)
+
+    def filling(self, tile: Tile, job: str) -> Tile:
+        """The tile, `halved` where each of so many programs still has a multiprocessor of its own.  Where keys are divided, each
+        share has its programs."""
+        by_key = job.startswith(("key", "value"))
+        programs = self.key_programs if by_key else self.query_programs
+        n_shares = 1 if by_key else self.key_shares(job, programs(tile))
+        of_fewer = halved(tile, job, self.widest, self.dtype)
+        return of_fewer if programs(of_fewer) * n_shares <= shares.multiprocessors(self.launcher) else tile
 
     def run(
         self,
@@ -284,18 +295,31 @@ class PortableCall:
         classes = self.features.tile_classes
         if batch * heads * n_blocks * (n_tiles + classes) >= 2**31:
             raise NotImplementedError("lists of tiles for so many scores would hold more than 2³¹ numbers")
+        sizes = dict(self.sizes, **self.reach, heads=heads)
+        of_tiles = dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features)
+        lists = dict(TILES=Output((batch, heads, n_blocks, n_tiles + classes), "int32"))
+        if self.few_tiles(n_tiles):
+            both = Launch(
+                visibility.list_few_tiles, batch * heads * n_blocks, self.selected(by_key), sizes, lists, of_tiles,
+                num_warps=4 if self.features.ranges.present else 1, num_stages=1,
+            )  # fmt: skip
+            return self.launcher.launch(both)["TILES"]
         look = Launch(
-            visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selected(by_key),
-            dict(self.sizes, **self.reach, heads=heads), dict(SEEN=Output((batch, heads, n_blocks, n_tiles), "int32")),
-            dict(BM=tile.block_m, BN=tile.block_n, BY_KEY=by_key, FEATURES=self.features), num_warps=4, num_stages=1,
+            visibility.look_at_tiles, batch * heads * n_blocks * n_tiles, self.selected(by_key), sizes,
+            dict(SEEN=Output((batch, heads, n_blocks, n_tiles), "int32")), of_tiles, num_warps=4, num_stages=1,
             registers=40 if self.features.ranges.present else 80,  # of which most calls need so few
         )  # fmt: skip
         listing = Launch(
-            visibility.list_tiles, batch * heads * n_blocks, self.launcher.launch(look), dict(n_tiles=n_tiles),
-            dict(TILES=Output((batch, heads, n_blocks, n_tiles + classes), "int32")), dict(CHUNK=256, CLASSES=classes),
-            num_warps=1, num_stages=1,
+            visibility.list_tiles, batch * heads * n_blocks, self.launcher.launch(look), dict(n_tiles=n_tiles), lists,
+            dict(CHUNK=256, CLASSES=classes), num_warps=1, num_stages=1,
         )  # fmt: skip
         return self.launcher.launch(listing)["TILES"]
+
+    def few_tiles(self, n_tiles: int) -> bool:
+        """Does one program look at all tiles of a block?  At tiles of ranges that are seen in part it looks twice; those of a
+        packed mask take longer to read.  (Compiled ahead of time, not measured.)"""
+        each = 2 if self.features.ranges.present else 1
+        return each * n_tiles <= visibility.MOST_TILES.value and not self.features.mask.matrix
 
     @property
     def corrected(self) -> bool:
@@ -343,9 +367,13 @@ class PortableCall:
         operands = size * sum(math.prod(a.shape) for a in self.x[:3])
         return shares.number(self.launcher, programs, each, steps, least, floats, operands)
 
-    def key_shares(self, programs: int, output: Output, dual: bool) -> int:
-        """Among which the keys of a block are divided."""
-        floats = (1 + dual) * math.prod(output.shape)
+    def key_shares(self, job: str, programs: int) -> int:
+        """Among which the keys of a block of queries are divided."""
+        forward = job.startswith("forward")
+        if not forward and self.corrected and self.features.cap:
+            return 1  # under a cap the excess of row sums is not linear in the shares
+        output = self.output if forward else self.query_gradient
+        floats = (1 + job.endswith("dual")) * math.prod(output.shape)
         return self.shares(programs, KEY_PROGRAMS, self.key_length, LEAST_KEYS, floats)
 
     def query_programs(self, tile: Tile) -> int:
@@ -379,9 +407,10 @@ def _forward(call: PortableCall, tx: Operands, saved=None):
     dual, linear = any(t is not None for t in tx), saved is not None
     tx = tx._replace(bias=call.padded(tx.bias))
     t_q, t_k, t_v = call.rounded(tx[:3])
-    tile = call.tile("forward_dual" if dual else "forward")
+    job = "forward_dual" if dual else "forward"
+    tile = call.tile(job)
     programs = call.query_programs(tile)
-    n_shares = call.key_shares(programs, call.output, dual)
+    n_shares = call.key_shares(job, programs)
     outputs = dict(
         O=None if linear else call.output, LSE=None if linear else call.statistic,
         TO=call.output if dual else None, MU=call.statistic if dual else None,
@@ -440,11 +469,10 @@ def _two_sides(
     suffix = "_dual" if dual else ""
     got: dict[str, Any] = {}
     if want.query or want_tangent.query:  # first, for it makes δ and δ̇ more exact
-        tile = call.tile("query_side" + suffix)
+        job = "query_side" + suffix
+        tile = call.tile(job)
         means, programs = call.key_means(inputs["TK"] if want_tangent.query else None, tile), call.query_programs(tile)
-        # under a cap the excess of row sums is not linear in the shares
-        divisible = not (call.corrected and call.features.cap)
-        n_shares = call.key_shares(programs, call.query_gradient, dual) if divisible else 1
+        n_shares = call.key_shares(job, programs)
         got = call.run(
             backward_kernels.query_side, tile, programs,
             dict(inputs, D_LSE=d_lse, TD_LSE=t_d_lse, KEY_MEAN=means.mean, T_KEY_MEAN=means.t_mean, COMMON=means.common),

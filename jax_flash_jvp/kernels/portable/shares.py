@@ -25,10 +25,14 @@ BLOCK, SHARES_AT_ONCE = 64, 32  # elements of a program, and shares that it read
 ROWS, FEW = 1, 32  # rows that are merged by a program, and shares that it reads at a time
 
 
+def multiprocessors(launcher: Launcher) -> int:
+    return launcher.multiprocessors or MULTIPROCESSORS
+
+
 def number(launcher: Launcher, programs: int, each: int, steps: int, least: int, floats: int, most_bytes: float) -> int:
     """How many shares give a multiprocessor `each` programs.  Without shares there are `programs`, each with `steps`.  A share
     has `least` steps or more.  The results of one are `floats` numbers, those of all at most `most_bytes`."""
-    wanted = each * (launcher.multiprocessors or MULTIPROCESSORS) // programs
+    wanted = each * multiprocessors(launcher) // programs
     return max(1, min(wanted, steps // least, int(most_bytes / (4 * floats))))
 
 

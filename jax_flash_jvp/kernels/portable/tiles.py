@@ -227,6 +227,20 @@ def least_rows(precision: str, head_dim: int) -> int:
     return 64 if precision == "tf32x3" and 32 < padded(head_dim) <= HEAD_DIMS[0] else 16
 
 
+LEAST_HALVED = 64  # rows of the result: what four warps want on sm_90
+
+
+def halved(tile: Tile, job: str, head_dim: int, dtype: str) -> Tile:
+    """For calls that leave most of the GPU idle: half of the rows of the result, each warp as many.  A program then has half of
+    the work, but for reading the other rows, where each warp has twice as much.  So only float32, whose products take longest,
+    has such tiles, and up to 64 channels, since tiles of wider heads spill more.  (Compiled ahead of time, not measured.)"""
+    side = "block_n" if job.startswith(("key", "value")) else "block_m"
+    rows = getattr(tile, side) // 2
+    if dtype != "float32" or padded(head_dim) > HEAD_DIMS[0] or rows < LEAST_HALVED:
+        return tile
+    return tile._replace(num_warps=tile.num_warps // 2, **{side: rows})
+
+
 FEW = 32  # queries, beside which all that a call costs is to read the keys and values
 _FOR_FEW = {  # elements of a tile of keys, stages: so that a multiprocessor has room for two or three programs
     "forward": (8192, 3), "forward_dual": (8192, 2), "query_side": (8192, 3), "query_side_dual": (4096, 3)

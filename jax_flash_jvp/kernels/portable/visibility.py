@@ -2,8 +2,8 @@
 
 Query i sees the keys from i − left to i + right (see `Problem.reach`; one that is absent from FEATURES does not limit), before
 the lengths of its batch entry, in its own segment, in one of its ranges, and where the mask is true.  What depends on positions
-alone bounds the loops (`key_bounds`, `query_bounds`); segments, ranges and masks are looked through beforehand (`look_at_tiles`,
-`list_tiles`).
+alone bounds the loops (`key_bounds`, `query_bounds`); segments, ranges and masks are looked through beforehand (`look_at_tiles`
+and `list_tiles`, or `list_few_tiles` alone).
 """
 
 from collections import namedtuple
@@ -350,26 +350,14 @@ def words_seen(
     return b_word != 0, (b_word == b_there) | (o_r >= n_rows)
 
 
-@triton.jit(do_not_specialize_on_alignment=INTEGERS)
-def look_at_tiles(
-    MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES,
-    HQ, GROUP, LQ, LK, left, right, heads,
-    SEEN,
-    BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
+@triton.jit
+def look(
+    MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, HQ, GROUP, LQ, LK, query_end, key_end, left, right, heads,
+    i_b, i_bh, m, n, BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """What is to be seen in a tile, 2: everything, 1: perhaps something, 0: nothing; of ranges also 3: perhaps something, with
-    rows that nobody sees.  A program looks at one: for each block of queries, or BY_KEY of keys, at those along the other axis.
-    Of HQ // heads query heads the first stands for all.  Of positions and of segments the ends tell, so that the tile itself is
-    read of a mask alone."""
-    LQ, LK = aligned(LQ, LK, FEATURES)
-    n_m = tl.cdiv(LQ, BM)
-    n_n = tl.cdiv(LK, BN)
-    i_bh = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
-    i_tile = tl.program_id(0) % (n_m * n_n)
-    i_b = i_bh // heads
-    query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
-    m = (i_tile % n_m if BY_KEY else i_tile // n_n) * BM
-    n = (i_tile // n_m if BY_KEY else i_tile % n_n) * BN
+    """What is to be seen in the tile that begins at m and n, 2: everything, 1: perhaps something, 0: nothing; of ranges also 3:
+    perhaps something, with rows that nobody sees.  Of HQ // heads query heads the first stands for all.  Of positions and of
+    segments the ends tell, so that the tile itself is read of a mask alone."""
     m_last, n_last = tl.minimum(m + BM, LQ) - 1, n + BN - 1
     something = (n < key_end) & (m < query_end)
     everything = (n_last < key_end) & (m_last < query_end)
@@ -414,6 +402,30 @@ def look_at_tiles(
         if seen == 1:
             if nobody_sees(ranges, m, n, query_end, key_end, BM, BN, FEATURES):
                 seen = 3
+    return seen
+
+
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
+def look_at_tiles(
+    MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES,
+    HQ, GROUP, LQ, LK, left, right, heads,
+    SEEN,
+    BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """A program looks at one tile: for each block of queries, or BY_KEY of keys, at those along the other axis."""
+    LQ, LK = aligned(LQ, LK, FEATURES)
+    n_m = tl.cdiv(LQ, BM)
+    n_n = tl.cdiv(LK, BN)
+    i_bh = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
+    i_tile = tl.program_id(0) % (n_m * n_n)
+    i_b = i_bh // heads
+    query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
+    m = (i_tile % n_m if BY_KEY else i_tile // n_n) * BM
+    n = (i_tile // n_m if BY_KEY else i_tile % n_n) * BN
+    seen = look(
+        MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, HQ, GROUP, LQ, LK, query_end, key_end, left, right, heads,
+        i_b, i_bh, m, n, BM, BN, BY_KEY, FEATURES,
+    )  # fmt: skip
     tl.store(SEEN + i_bh * n_m * n_n + i_tile, seen)
 
 
@@ -504,6 +516,14 @@ def pack(MASK, LQ, LK, BITS, BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.cons
     tl.store(p_words, in_words(b_x, 0 if BY_KEY else 1, WORD).to(BITS.dtype.element_ty), mask=m_x)
 
 
+@triton.jit
+def append(p_tiles, count, o_t, b_seen, PHASE: tl.constexpr, CLASSES: tl.constexpr):
+    """Those of the tiles o_t that are of this class come to the list, which has `count` of them then."""
+    b_is = b_seen == (3 if PHASE == 2 else 2 - PHASE)
+    tl.store(p_tiles + (CLASSES - 1) + count + tl.cumsum(b_is.to(tl.int32), 0), o_t, mask=b_is)
+    return count + tl.sum(b_is.to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize_on_alignment=INTEGERS)
 def list_tiles(SEEN, n_tiles, TILES, CHUNK: tl.constexpr, CLASSES: tl.constexpr):
     """For each block, how many tiles are seen whole, how many with those that are seen in part, and with those that also have
@@ -515,9 +535,43 @@ def list_tiles(SEEN, n_tiles, TILES, CHUNK: tl.constexpr, CLASSES: tl.constexpr)
         for start in range(0, n_tiles, CHUNK):
             o_t = start + tl.arange(0, CHUNK)
             b_x = tl.load(SEEN + i_block * n_tiles + o_t, mask=o_t < n_tiles, other=0)
-            b_is = b_x == (3 if PHASE == 2 else 2 - PHASE)
-            tl.store(p_tiles + (CLASSES - 1) + count + tl.cumsum(b_is.to(tl.int32), 0), o_t, mask=b_is)
-            count += tl.sum(b_is.to(tl.int32), 0)
+            count = append(p_tiles, count, o_t, b_x, PHASE, CLASSES)
+        tl.store(p_tiles + PHASE, count)
+
+
+MOST_TILES = tl.constexpr(16)  # of a block, for `list_few_tiles`
+
+
+@triton.jit(do_not_specialize_on_alignment=INTEGERS)
+def list_few_tiles(
+    MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES,
+    HQ, GROUP, LQ, LK, left, right, heads,
+    TILES,
+    BM: tl.constexpr, BN: tl.constexpr, BY_KEY: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """`look_at_tiles` and `list_tiles` in one launch: a program looks at the tiles of a block one after the other."""
+    CLASSES: tl.constexpr = FEATURES.tile_classes
+    LQ, LK = aligned(LQ, LK, FEATURES)
+    n_m, n_n = tl.cdiv(LQ, BM), tl.cdiv(LK, BN)
+    n_blocks, n_tiles = (n_n, n_m) if BY_KEY else (n_m, n_n)
+    i_bh = (tl.program_id(0) // n_blocks).to(tl.int64)
+    i_block = tl.program_id(0) % n_blocks
+    i_b = i_bh // heads
+    query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
+    o_t = tl.arange(0, MOST_TILES)
+    b_seen = tl.full([MOST_TILES], 0, tl.int32)
+    for i_tile in range(0, n_tiles):
+        m = (i_tile if BY_KEY else i_block) * BM
+        n = (i_block if BY_KEY else i_tile) * BN
+        seen = look(
+            MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, HQ, GROUP, LQ, LK, query_end, key_end, left, right, heads,
+            i_b, i_bh, m, n, BM, BN, BY_KEY, FEATURES,
+        )  # fmt: skip
+        b_seen = tl.where(o_t == i_tile, seen, b_seen)
+    p_tiles = TILES + (i_bh * n_blocks + i_block) * (n_tiles + CLASSES)
+    count = tl.full([], 0, tl.int32)
+    for PHASE in tl.static_range(CLASSES):
+        count = append(p_tiles, count, o_t, b_seen, PHASE, CLASSES)
         tl.store(p_tiles + PHASE, count)
 
 
