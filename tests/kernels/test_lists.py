@@ -12,7 +12,7 @@ from compiled import Recorder
 from jax_flash_jvp.kernels.hopper import jobs as hopper
 from jax_flash_jvp.kernels.portable import jobs, visibility
 from jax_flash_jvp.kernels.portable.tiles import Tile
-from jax_flash_jvp.launch import Interpreter
+from jax_flash_jvp.launch import Interpreter, JaxTriton
 from jax_flash_jvp.problem import Operands, Problem
 
 B, N, K = 2, 4, 2
@@ -61,23 +61,32 @@ CASES = {  # name: (operands, fields of the problem) for T queries and S keys
 }  # fmt: skip
 
 
+def seen(launcher, problem, x, tile, by_key):
+    """The list of each block: how many tiles of each class, and these, the rest of an array as zeros."""
+    call = jax.jit(lambda x: jobs.PortableCall(launcher, problem, x).tiles(tile, by_key))
+    counts, tiles = np.split(np.asarray(call(x)), [2 if x.key_ranges is None else 3], -1)
+    return counts, np.where(np.arange(tiles.shape[-1]) < counts[..., -1:], tiles, 0)
+
+
+@pytest.mark.parametrize("launcher", [Interpreter, pytest.param(JaxTriton, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("by_key", [False, True], ids=["", "by-key"])
 @pytest.mark.parametrize("name", CASES)
-def test_one_launch_lists_what_two_do(name, by_key, monkeypatch):
+def test_one_launch_lists_what_two_do(name, by_key, launcher, monkeypatch):
     given, fields = CASES[name]
-    most = visibility.MOST_TILES
-    for seed, (T, S, block_m, block_n) in enumerate([(70, 90, 16, 16), (64, 33, 32, 16), (17, 100, 16, 32)]):
+    sizes = [(70, 90, 16, 16), (64, 33, 32, 16), (17, 100, 16, 32)]
+    if launcher is JaxTriton:
+        sizes += [(400, 400, 64, 64), (500, 1000, 128, 64), (512, 500, 64, 128)]
+    for seed, (T, S, block_m, block_n) in enumerate(sizes):
         random = np.random.default_rng(seed)
         arrays = {name: jnp.asarray(a) for name, a in given(random, T, S).items()}
         q, k = jnp.zeros((B, T, N, 16)), jnp.zeros((B, S, K, 16))
-        listed = []
-        for allowed in (most, tl.constexpr(0)):
-            monkeypatch.setattr(visibility, "MOST_TILES", allowed)
-            call = jobs.PortableCall(Interpreter(), Problem(scale=0.25, **fields), Operands(q, k, k, **arrays))
-            listed.append(np.asarray(call.tiles(Tile(block_m, block_n, 4, 1), by_key)))
-        classes = 3 if "key_ranges" in arrays else 2
-        assert (listed[0][..., :classes] > 0).any()
-        np.testing.assert_array_equal(*listed)  # what is not listed has a value that nothing has written
+        call = Problem(scale=0.25, **fields), Operands(q, k, k, **arrays), Tile(block_m, block_n, 4, 1), by_key
+        at_once = seen(launcher(), *call)
+        with monkeypatch.context() as without:
+            without.setattr(visibility, "MOST_TILES", tl.constexpr(0))
+            apart = seen(launcher(), *call)
+        assert at_once[0].any()
+        jax.tree.map(np.testing.assert_array_equal, at_once, apart)
 
 
 BOTH, EACH = ["list_few_tiles"], ["look_at_tiles", "list_tiles"]
