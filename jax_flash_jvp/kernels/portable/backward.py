@@ -39,6 +39,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     own_block,
     products,
     results,
+    results_of_rows,
     rows_before,
     scaled,
     scores,
@@ -262,8 +263,7 @@ def query_side(
     q_offset = of_rows((i_b * s_qb + i_h * s_qh) * UNIT_Q, i_h, i_m * BM, BM, LQ, s_qh, UNIT_Q, s_q, FEATURES)
     k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
     v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
-    o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
-    o_offset = of_rows(o_offset, i_h, i_m * BM, BM, LQ, 1, DV, s_o, FEATURES)
+    o_offset, s_o = results_of_rows(i_b, i_h, i_m * BM, BM, HQ, LQ, DV, FEATURES)
     query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
     bias, t_bias, sight, head_seeds = selected(
         BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,
@@ -366,8 +366,7 @@ def query_side(
         b_tdq = without_mean(b_tdq, b_tr, KEY_MEAN, mean, q_offset, i_m * BM, HQ, o_r, LQ, common, D, FEATURES)
     before = rows_before(i_share, tl.cdiv(LQ, BM), n_shares, LQ, FEATURES)
     x += before
-    q_offset, s_dq = results(i_b, i_h, HQ, LQ, D, FEATURES)
-    q_offset = of_rows(q_offset, i_h, i_m * BM, BM, LQ, 1, D, s_dq, FEATURES)
+    q_offset, s_dq = results_of_rows(i_b, i_h, i_m * BM, BM, HQ, LQ, D, FEATURES)
     q_offset += before * D
     tl.store(DELTA_OUT + x, delta, mask=m_x)
     if WANT_Q:

@@ -18,7 +18,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     load_rows,
     of_rows,
     products,
-    results,
+    results_of_rows,
     scores,
     tangent_products,
     tangent_scores,
@@ -75,8 +75,7 @@ def score_side(
         q_offset = of_rows((i_b * s_qb + i_h * s_qh) * UNIT_Q, i_h, i_m * BM, BM, LQ, s_qh, UNIT_Q, s_q, FEATURES)
         k_offset = (i_b * s_kb + i_h // GROUP * s_kh) * UNIT_K
         v_offset = (i_b * s_vb + i_h // GROUP * s_vh) * UNIT_V
-        o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
-        o_offset = of_rows(o_offset, i_h, i_m * BM, BM, LQ, 1, DV, s_o, FEATURES)
+        o_offset, s_o = results_of_rows(i_b, i_h, i_m * BM, BM, HQ, LQ, DV, FEATURES)
         query_end, key_end = lengths(Q_LENGTHS, K_LENGTHS, i_b, LQ, LK, FEATURES)
         bias, t_bias, sight, head_seeds = selected(
             BIAS, TBIAS, MASK, BLOCKS, Q_SEGMENTS, K_SEGMENTS, RANGES, SEED,

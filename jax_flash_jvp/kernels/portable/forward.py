@@ -27,7 +27,7 @@ from jax_flash_jvp.kernels.portable.scores import (
     parts,
     products,
     recentered,
-    results,
+    results_of_rows,
     rows_before,
     scaled,
     scores,
@@ -177,8 +177,7 @@ def forward(
                     b_pt = thinned(b_p * (b_ts - b_c[:, None]), b_kept, FEATURES)
                     b_to = accumulated(b_to, b_pt, b_v, PRECISION)
 
-    o_offset, s_o = results(i_b, i_h, HQ, LQ, DV, FEATURES)
-    o_offset = of_rows(o_offset, i_h, i_m * BM, BM, LQ, 1, DV, s_o, FEATURES)
+    o_offset, s_o = results_of_rows(i_b, i_h, i_m * BM, BM, HQ, LQ, DV, FEATURES)
     before = rows_before(i_share, tl.cdiv(LQ, BM), n_shares, LQ, FEATURES)
     x += before
     o_offset += before * DV

@@ -196,6 +196,13 @@ def of_rows(
 
 
 @triton.jit
+def results_of_rows(i_b, i_h, row, R: tl.constexpr, HQ, LQ, D: tl.constexpr, FEATURES: tl.constexpr):
+    """`results`, of the R rows from `row` on."""
+    offset, s_t = results(i_b, i_h, HQ, LQ, D, FEATURES)
+    return of_rows(offset, i_h, row, R, LQ, 1, D, s_t, FEATURES), s_t
+
+
+@triton.jit
 def head_slice(X, i_b, i_h, HQ, GROUP, size, AXES: tl.constexpr):
     """The part for this batch entry and query head of an array [1|B, 1|K|N, size], size int64."""
     if AXES.heads:
