@@ -117,7 +117,9 @@ def naive(call: Call) -> Callable:
 
 def exact(call: Call, job: str, arrays: tuple) -> tuple[list[np.ndarray], list[float]]:
     """What `checked` leaves of the results, in float64, and the errors of naive attention in the arrays' dtype."""
-    job_of_naive = jax.jit(job_function(job, naive(call)))
+    # it is not timed, so that its matrix products need not be tuned, which takes most of the compilation
+    untuned = {"xla_gpu_autotune_level": 0} if gpus() else {}
+    job_of_naive = jax.jit(job_function(job, naive(call)), compiler_options=untuned)
     arrays = jax.tree.map(lambda a: checked(call, a), arrays)
     step, found = max(1, SCORES // (call.heads * call.queries * call.keys)), []
     for wide in (True, False):
@@ -147,13 +149,18 @@ def prepare(call: Call, job: str, attention: Callable, arrays: tuple, known: set
     found = to_numpy(checked(call, a) for a in results)
     if not gpus():
         return found, lambda: _milliseconds(lambda: once(*arrays))
-    compiled = lambda chained: jax.jit(_chain(chained)).lower(arrays, results).compile()
-    full, moves = compiled(step), compiled(None)
+    full = jax.jit(_chain(step)).lower(arrays, results).compile()
+    moves = _moves(jax.tree.structure((arrays, results)), *jax.tree.leaves(jax.tree.map(jax.typeof, (arrays, results))))
 
     def net() -> float:
         return (_milliseconds(lambda: full(arrays, results)) - _milliseconds(lambda: moves(arrays, results))) / CHAINED
 
     return found, net
+
+
+@functools.cache  # contenders have results of the same shapes
+def _moves(structure: Any, *types: Any) -> Callable:
+    return jax.jit(_chain(None)).lower(*jax.tree.unflatten(structure, types)).compile()
 
 
 def _chain(step: Callable | None) -> Callable:
