@@ -155,18 +155,20 @@ QUERY_SIDE = {
 class OnePass(NamedTuple):
     """How a backward in one pass streams: 64 queries at a time, or, with tangents, 32."""
 
-    groups: int  # consumer warpgroups
+    groups: int  # consumer warpgroups: two, where tiles may be listed, for blocks of a power of two of rows
     lag: int  # tiles that dq is behind
     kept: int  # tiles of dS, a power of two above the lag
     turns: bool = False
     deferred: bool = False
     late_dp: bool = False
     slots: int = 2  # of q and of d_o, a power of two
+    held: bool = False  # has a warpgroup its keys and values in registers, whence it multiplies them with q and d_o?
 
 
 ONE_PASS = {
-    64: OnePass(groups=3, lag=1, kept=2, late_dp=True),  # H200, 2026-11-27, L = 8192: 0.97 of the time two tiles behind
-    96: OnePass(groups=2, lag=2, kept=4, late_dp=True),  # likewise; no other way was timed
+    # H200, 2026-11-29, L = 2048, 4096, 8192: 0.73, 0.98, 0.97 of the time of three warpgroups with these in shared memory
+    64: OnePass(groups=2, lag=1, kept=2, deferred=True, slots=4, held=True),
+    96: OnePass(groups=2, lag=2, kept=4, late_dp=True),  # H200, 2026-11-27, L = 8192; no other way was timed
     128: OnePass(groups=2, lag=1, kept=2, turns=True, late_dp=True),  # likewise; without turns 0.98, causal 1.01
 }
 

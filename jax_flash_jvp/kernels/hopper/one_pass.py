@@ -26,7 +26,7 @@ from jax_flash_jvp.kernels.hopper.visibility import Selection, clear_unseen, has
 
 # constants: SLOTS of q and of d_o, KEPT tiles of dS; ROW and HEIGHT are for `block_of`; DUAL: with tangents
 Options = namedtuple(
-    "Options", "C T SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS FEATURES HAS_MASKED CORRECTED RAGGED ORDERED DUAL"
+    "Options", "C T SLOTS KEPT GROUPS HEIGHT ROW LAG TURNS HELD FEATURES HAS_MASKED CORRECTED RAGGED ORDERED DUAL"
 )
 Call = namedtuple("Call", "COMMON COUNTS results scale ints selection")  # what all warps are given
 # descriptors: of q, k, v, d_o, their tangents and dq those of the parts of their columns, none where there is no tangent; of ℓ
@@ -149,6 +149,7 @@ def consume(w: gl.constexpr, memory, call, options):
     mbarrier.wait(memory.v_full.index(0), 0)
     if options.FEATURES.key_lengths or options.FEATURES.ranges.present:
         clean_resident(w, block.key_end - resident_row, resident_row, others, memory, options)
+    held = step_one_pass.held_rows(memory.k, w, options), step_one_pass.held_rows(memory.v, w, options)
     countdown = options.LAG + w
     if options.CORRECTED:
         countdown += gl.load(call.COMMON + block.i_b * (ints.HQ // ints.GROUP) + block.i_resident) * adding.COMMON_KEYS
@@ -164,7 +165,7 @@ def consume(w: gl.constexpr, memory, call, options):
             if options.FEATURES.ranges.present:
                 unseen = t - visits.plain_end >= visits.which.unseen_first
             ds, totals = steps.step(
-                i, j, masked, unseen, w, resident_row, sight, ds, totals, memory, call.scale, options
+                i, j, masked, unseen, w, held, resident_row, sight, ds, totals, memory, call.scale, options
             )
             countdown = adding.make_dq_in_turn(steps.make_dq, i, countdown, w, memory, options)
             i += 1
@@ -270,7 +271,7 @@ def one_pass(
     scale, n, HQ, GROUP, LQ, LK, left, right, of_blocks, of_heads, of_together, of_rest,
     dq_d, dq_r, rows_d, COUNTS, DK, DV,
     C: gl.constexpr, SLOTS: gl.constexpr, KEPT: gl.constexpr, GROUPS: gl.constexpr, LAG: gl.constexpr, TURNS: gl.constexpr,
-    CORRECTED: gl.constexpr, RAGGED: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
+    HELD: gl.constexpr, CORRECTED: gl.constexpr, RAGGED: gl.constexpr, ORDERED: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
     LQ, LK = aligned(LQ, LK, FEATURES)
     program(
@@ -284,7 +285,7 @@ def one_pass(
             Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         ),
         Options(
-            C, adding.TILE, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, TURNS, FEATURES,
+            C, adding.TILE, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, TURNS, HELD, FEATURES,
             has_masked_tiles(FEATURES, False, False), CORRECTED, RAGGED, ORDERED, False,
         ),
     )  # fmt: skip
@@ -311,7 +312,7 @@ def one_pass_dual(
             Selection(MASK, BLOCKS, Q_LENGTHS, K_LENGTHS, Q_SEGMENTS, K_SEGMENTS, RANGES, TILES),
         ),
         Options(
-            C, STREAMED, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, False, FEATURES, has_masked_tiles(FEATURES, False, False),
-            CORRECTED, RAGGED, ORDERED, True,
+            C, STREAMED, SLOTS, KEPT, GROUPS, GROUPS, False, LAG, False, False, FEATURES,
+            has_masked_tiles(FEATURES, False, False), CORRECTED, RAGGED, ORDERED, True,
         ),
     )  # fmt: skip

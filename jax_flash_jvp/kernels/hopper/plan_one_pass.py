@@ -107,7 +107,7 @@ class InOnePass:
             outputs |= dict(TDK=call.key_gradient, TDV=call.key_gradient)
         else:
             outputs["dq_r"] = sums_of("DQ_R", self.floats[-1])
-            constants["TURNS"] = ring.turns
+            constants |= dict(TURNS=ring.turns, HELD=ring.held)
         return call.launcher.launch(
             Launch(
                 call.kernel, numbers["n"],

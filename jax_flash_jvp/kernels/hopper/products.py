@@ -70,7 +70,7 @@ def operand(b_x):
 
 @gluon.jit
 def score_product(a, b, acc, ADD: gl.constexpr):
-    """a bᵀ, added to acc if ADD, of rows in shared memory, which are in parts; asynchronous."""
+    """a bᵀ, added to acc if ADD, of rows in parts; asynchronous.  a is in registers or, as b, in shared memory."""
     for PART in gl.static_range(len(a)):
         acc = warpgroup_mma(a[PART], b[PART].permute((1, 0)), acc, use_acc=ADD or PART > 0, is_async=True)
     return acc

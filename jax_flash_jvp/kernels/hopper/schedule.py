@@ -95,9 +95,7 @@ class Sweep:
         return together / (rounds * tiles)
 
     def ring_of_one_pass(self, dual: bool) -> OnePass:
-        """Blocks of which there are lists have a power of two of rows."""
-        ring = (config.ONE_PASS_DUAL if dual else config.ONE_PASS)[config.width_of(self.head_dim)]
-        return ring._replace(groups=2) if self.features.tiles.present else ring
+        return (config.ONE_PASS_DUAL if dual else config.ONE_PASS)[config.width_of(self.head_dim)]
 
     def blocks(self, ring: Ring) -> int:
         return triton.cdiv(self.resident, GROUP * ring.height) * self.heads

@@ -16,7 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jax_flash_jvp.kernels.hopper import products, visibility
 from jax_flash_jvp.kernels.hopper.adding import row_sums, slot_of, wait_empty
 from jax_flash_jvp.kernels.hopper.handover import by_thread
-from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
+from jax_flash_jvp.kernels.hopper.products import (
+    GROUP_ROWS,
+    LOG2E,
+    accumulated,
+    operand_layout,
+    product_layout,
+    settled,
+    unfolded,
+)
 from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, wait
 
 
@@ -57,6 +65,24 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
         memory.dq[PART].index(0).store(by_thread(b_dq[PART]).reshape([2 * products.width(options.C, PART), 32]))
     fence_async_shared()
     mbarrier.arrive(memory.dq_full.index(0), count=1)
+
+
+@gluon.jit
+def held_rows(buffers, w: gl.constexpr, options):
+    """A warpgroup's keys or values, for as long as its block lasts: in registers, if HELD, or else where they are."""
+    if options.HELD:
+        return [part.load(operand_layout(options.T)) for part in matrix(buffers, w)]
+    else:
+        return buffers
+
+
+@gluon.jit
+def own_rows(held, w: gl.constexpr, i, options):
+    """What `held_rows` has returned, as an operand."""
+    if options.HELD:
+        return held
+    else:
+        return matrix(held, unfolded(w, i))
 
 
 @gluon.jit
@@ -101,7 +127,7 @@ def clean_tile(q_tiles, do_tiles, use, j, masked, unseen, sight, memory, options
 
 
 @gluon.jit
-def step(i, j, masked, unseen, w: gl.constexpr, resident_row, sight, ds, sums, memory, scale, options):
+def step(i, j, masked, unseen, w: gl.constexpr, held, resident_row, sight, ds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ds."""
     DEFERRED: gl.constexpr = options.FEATURES.deferred
     LATE_DP: gl.constexpr = options.FEATURES.late_dp
@@ -123,10 +149,10 @@ def step(i, j, masked, unseen, w: gl.constexpr, resident_row, sight, ds, sums, m
         mbarrier.wait(memory.turn.index(w), i & 1)
     if DEFERRED:
         b_dk = accumulated(ds, matrix(memory.q, slot), b_dk)  # (6) of the tile before
-    b_s = products.score_product(matrix(memory.k, unfolded(w, i)), q, zero, False)  # (1)
+    b_s = products.score_product(own_rows(held[0], w, i, options), q, zero, False)  # (1)
     if not LATE_DP:
         wait(memory.do_full, use)
-        b_dp = products.score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
+        b_dp = products.score_product(own_rows(held[1], w, i, options), do, zero, False)  # (4)
     if options.TURNS:
         mbarrier.arrive(memory.turn.index((w + 1) % options.GROUPS), count=1)
     if DEFERRED:
@@ -139,7 +165,7 @@ def step(i, j, masked, unseen, w: gl.constexpr, resident_row, sight, ds, sums, m
     b_p = gl.exp2(b_s * (scale * LOG2E) - lse2)  # (2)
     if LATE_DP:
         wait(memory.do_full, use)
-        b_dp = products.score_product(matrix(memory.v, unfolded(w, i)), do, zero, False)  # (4)
+        b_dp = products.score_product(own_rows(held[1], w, i, options), do, zero, False)  # (4)
     p = products.operand(b_p.to(dtype))
     b_dv = accumulated(p, do, b_dv)  # (3)
     b_dp = warpgroup_mma_wait(N, deps=[b_dp])

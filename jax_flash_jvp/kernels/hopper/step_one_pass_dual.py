@@ -64,7 +64,7 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
 
 
 @gluon.jit
-def step(i, j, masked, unseen, w: gl.constexpr, resident_row, sight, tds, sums, memory, scale, options):
+def step(i, j, masked, unseen, w: gl.constexpr, held, resident_row, sight, tds, sums, memory, scale, options):
     """The sums with the i-th tile's, number j of its head, and ḋs, whose product is issued with the next tile's scores."""
     T: gl.constexpr = options.T
     dtype: gl.constexpr = memory.ds.dtype
