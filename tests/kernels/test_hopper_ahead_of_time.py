@@ -204,7 +204,7 @@ def test_one_pass_compiles(monkeypatch, head_dim, kind):
         assert len(loops) >= constants["GROUPS"]
         count = lambda word, body: sum(word in i for i in body)
         # keys and values in registers leave none for ranges with Triton 3.9
-        stores, loads = (20, 52) if (head_dim, kind) == (64, "ranges") else (4, 30)
+        stores, loads = (20, 52) if (head_dim, kind) == (64, "ranges") else (4, 32)
         assert max(count("STL", body) for body in loops) <= stores
         assert max(count("LDL", body) for body in loops) <= loads
         assert (count("LDSM", sass.values()) > 0) == constants["HELD"]  # before the loop, and once

@@ -910,7 +910,11 @@ def test_one_pass_broken_fails(old, new, late):
     ("case", "old", "new"),
     [
         ("D96-lengths", "ring.clean(matrix(buffers[I], w), 0, n)", "pass"),
-        ("D40-lengths", "ring.clean(matrix(buffers[I], w), 0, n)", "if I == 1: ring.clean(matrix(buffers[I], w), 0, n)"),
+        (
+            "D40-lengths",
+            "ring.clean(matrix(buffers[I], w), 0, n)",
+            "if I == 1: ring.clean(matrix(buffers[I], w), 0, n)",
+        ),
         ("lag-2", "mbarrier.wait(memory.dq_empty.index(w), odd)", "pass"),
         ("D64", "wait_empty(memory.ds_empty, kept)", "pass"),
         ("turns", "mbarrier.arrive(memory.turn.index((w + 1) % options.GROUPS), count=1)", "pass"),

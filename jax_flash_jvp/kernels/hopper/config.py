@@ -162,11 +162,11 @@ class OnePass(NamedTuple):
     deferred: bool = False
     late_dp: bool = False
     slots: int = 2  # of q and of d_o, a power of two
-    held: bool = False  # has a warpgroup its keys and values in registers, whence it multiplies them with q and d_o?
+    held: bool = False  # do warpgroups multiply keys and values from registers?
 
 
 ONE_PASS = {
-    # H200, 2026-11-29, L = 2048, 4096, 8192: 0.73, 0.98, 0.97 of the time of three warpgroups with these in shared memory
+    # H200, 2026-11-29, L = 2048, 4096, 8192: 0.73, 0.98, 0.97 of the time of three that hold nothing
     64: OnePass(groups=2, lag=1, kept=2, deferred=True, slots=4, held=True),
     96: OnePass(groups=2, lag=2, kept=4, late_dp=True),  # H200, 2026-11-27, L = 8192; no other way was timed
     128: OnePass(groups=2, lag=1, kept=2, turns=True, late_dp=True),  # likewise; without turns 0.98, causal 1.01

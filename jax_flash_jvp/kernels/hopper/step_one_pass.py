@@ -16,15 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jax_flash_jvp.kernels.hopper import products, visibility
 from jax_flash_jvp.kernels.hopper.adding import row_sums, slot_of, wait_empty
 from jax_flash_jvp.kernels.hopper.handover import by_thread
-from jax_flash_jvp.kernels.hopper.products import (
-    GROUP_ROWS,
-    LOG2E,
-    accumulated,
-    operand_layout,
-    product_layout,
-    settled,
-    unfolded,
-)
+from jax_flash_jvp.kernels.hopper.products import GROUP_ROWS, LOG2E, accumulated, product_layout, settled, unfolded
 from jax_flash_jvp.kernels.hopper.ring import clean, give_back, matrix, wait
 
 
@@ -69,16 +61,16 @@ def make_dq(i, w: gl.constexpr, odd, common, memory, options):
 
 @gluon.jit
 def held_rows(buffers, w: gl.constexpr, options):
-    """A warpgroup's keys or values, for as long as its block lasts: in registers, if HELD, or else where they are."""
+    """A warpgroup's keys or values in registers, if HELD, or else the shared memory of all of them."""
     if options.HELD:
-        return [part.load(operand_layout(options.T)) for part in matrix(buffers, w)]
+        return [part.load(products.operand_layout(options.T)) for part in matrix(buffers, w)]
     else:
         return buffers
 
 
 @gluon.jit
 def own_rows(held, w: gl.constexpr, i, options):
-    """What `held_rows` has returned, as an operand."""
+    """A warpgroup's, of what `held_rows` returns."""
     if options.HELD:
         return held
     else:
