@@ -181,6 +181,7 @@ class OnePassThreshold(NamedTuple):
 
 
 # By width, of which any will do.  H200, 2026-11-27, L = 256 to 16,384; what is to be filled: 2026-11-28, L = 2048 to 8192.
+# Those of 64 channels with blocks of 192 keys, not 128.
 ONE_PASS_FROM = {
     64: (OnePassThreshold(rows=1024, filled=0.9), OnePassThreshold(rows=2048, filled=0.82)),
     96: (OnePassThreshold(rows=4096, filled=0.9),),
