@@ -14,7 +14,8 @@ from jax_calls import out_of_memory, release  # noqa: F401 (what `attempt` asks 
 from jax_flash_jvp import dot_product_attention, visibility
 from measure import relative_errors
 
-CHAINED = 10  # calls in what is timed at once
+CHAINED = (10, 100)  # calls in what is timed at once, of long and of short ones: to begin a chain takes 0.3 ms, more or less
+SHORT = 1.0  # milliseconds of a call with its launch
 SCORES = 2**26  # that float64 holds at a time: all processes may compute so at once, and keep the memory
 
 
@@ -149,21 +150,23 @@ def prepare(call: Call, job: str, attention: Callable, arrays: tuple, known: set
     found = to_numpy(checked(call, a) for a in results)
     if not gpus():
         return found, lambda: _milliseconds(lambda: once(*arrays))
-    full = jax.jit(_chain(step)).lower(arrays, results).compile()
-    moves = _moves(jax.tree.structure((arrays, results)), *jax.tree.leaves(jax.tree.map(jax.typeof, (arrays, results))))
+    calls = CHAINED[_milliseconds(lambda: once(*arrays)) < SHORT]
+    full = jax.jit(_chain(step, calls)).lower(arrays, results).compile()
+    types = jax.tree.leaves(jax.tree.map(jax.typeof, (arrays, results)))
+    moves = _moves(calls, jax.tree.structure((arrays, results)), *types)
 
     def net() -> float:
-        return (_milliseconds(lambda: full(arrays, results)) - _milliseconds(lambda: moves(arrays, results))) / CHAINED
+        return (_milliseconds(lambda: full(arrays, results)) - _milliseconds(lambda: moves(arrays, results))) / calls
 
     return found, net
 
 
 @functools.cache  # contenders have results of the same shapes
-def _moves(structure: Any, *types: Any) -> Callable:
-    return jax.jit(_chain(None)).lower(*jax.tree.unflatten(structure, types)).compile()
+def _moves(calls: int, structure: Any, *types: Any) -> Callable:
+    return jax.jit(_chain(None, calls)).lower(*jax.tree.unflatten(structure, types)).compile()
 
 
-def _chain(step: Callable | None) -> Callable:
+def _chain(step: Callable | None, calls: int) -> Callable:
     """As many calls after one another, each of which needs what the one before gave; of None what moves the operands, alone."""
 
     def moved(operands, results):
@@ -181,7 +184,7 @@ def _chain(step: Callable | None) -> Callable:
             given = (tuple(operands[: len(x)]), tuple(operands[len(x) :]), *rest)
             return moved(operands, results if step is None else step(*given)), None
 
-        return jax.lax.scan(body, [*x, *tx], None, length=CHAINED)[0]
+        return jax.lax.scan(body, [*x, *tx], None, length=calls)[0]
 
     return run
 

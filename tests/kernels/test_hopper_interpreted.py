@@ -18,7 +18,8 @@ from in_one_pass import take_one_pass
 from jax_flash_jvp import reference, visibility
 from jax_flash_jvp.kernels import jobs
 from jax_flash_jvp.kernels.features import Features
-from jax_flash_jvp.kernels.hopper import config
+from jax_flash_jvp.kernels.hopper import config, one_pass
+from jax_flash_jvp.kernels.hopper.call import HopperCall
 from jax_flash_jvp.problem import Operands, Problem
 
 QKV = ("query", "key", "value")
@@ -838,8 +839,12 @@ ONE_PASS = {
 
 OTHER_RINGS = {
     "turns": dict(turns=True), "undeferred": dict(deferred=False), "late": dict(late_dp=True), "lag-2": dict(lag=2, kept=4),
-    "three": dict(groups=3, deferred=False, late_dp=True, slots=2, held=False),
+    "three": dict(groups=3, deferred=False, late_dp=True, slots=2, held=False, time=1),
 }  # fmt: skip
+
+
+def one_ring(name):
+    return (config.ONE_PASS[64][0]._replace(**OTHER_RINGS[name]),)
 
 
 def check_one_pass(case, launcher, kernel="one_pass"):
@@ -863,7 +868,7 @@ def test_one_pass(case, late):
 @pytest.mark.parametrize("ring", OTHER_RINGS)
 @pytest.mark.thorough
 def test_one_pass_in_other_ways(monkeypatch, ring):
-    monkeypatch.setitem(config.ONE_PASS, 64, config.ONE_PASS[64]._replace(**OTHER_RINGS[ring]))
+    monkeypatch.setitem(config.ONE_PASS, 64, one_ring(ring))
     check_one_pass(ONE_PASS["D64"], gluon_on_numpy.Launcher())
 
 
@@ -925,7 +930,7 @@ def test_one_pass_broken_fails(old, new, late):
 @pytest.mark.thorough
 def test_one_pass_broken_elsewhere_fails(monkeypatch, case, old, new):
     if case in OTHER_RINGS:
-        monkeypatch.setitem(config.ONE_PASS, 64, config.ONE_PASS[64]._replace(**OTHER_RINGS[case]))
+        monkeypatch.setitem(config.ONE_PASS, 64, one_ring(case))
     with pytest.raises(AssertionError):
         check_one_pass(ONE_PASS.get(case, ONE_PASS["D64"]), gluon_on_numpy.Launcher(old, new))
 
@@ -1022,8 +1027,8 @@ def orders(recorder, kernel):
         (dict(), "in order"),
         (dict(length=1024), "in any order"),  # six rounds to 0.97, of few tiles each
         (dict(length=1024, heads=70), None),  # five to 0.85: enough from 2048 on alone
-        (dict(heads=10), None),  # which fills 132 multiprocessors once and a fifth
-        (dict(heads=29, length=4096), "in order"),  # eight rounds to 0.88
+        (dict(heads=9), None),  # three quarters of a round of 192 keys, more than half of two of 128
+        (dict(heads=32, length=4096), "in order"),  # eight rounds to 0.97
         (dict(heads=16, length=4096, head_dim=80), "in any order"),  # four rounds to 0.97
         (dict(heads=14, length=4096, head_dim=80), None),  # to 0.85: enough for 64 channels alone
         (dict(heads=8), "in any order"),  # in one round order would cost too much
@@ -1055,6 +1060,29 @@ def test_when_the_backward_takes_one_pass(change, sums, deterministic):
         assert ordered == []
     else:
         assert ordered == [sums == "in order"]
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "how", "groups"),
+    [
+        (1024, 16, {}, 2),  # one round of either
+        (1536, 16, {}, 3),  # two of 128 keys, one of 192
+        (2048, 16, {}, 2),  # two of either
+        (3072, 16, {}, 3),  # three and two
+        (8192, 16, {}, 2),  # eight and six
+        (1536, 16, dict(is_causal=True), 2),  # as long as the longest block takes
+        (3072, 16, dict(is_causal=True), 3),
+        (3072, 16, dict(documents=True), 2),  # lists of blocks of 192 keys there are none
+    ],
+)
+def test_which_blocks_one_pass_has(length, heads, how, groups):
+    """Those that leave fewer multiprocessors idle."""
+    recorder = Recorder(90)
+    recorder.multiprocessors = 132
+    o = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
+    x = with_documents(Operands(o, o, o)) if "documents" in how else Operands(o, o, o)
+    case = Problem(scale=0.1, implementation="hopper", is_causal="is_causal" in how)
+    assert HopperCall(recorder, case, x, one_pass.one_pass).sweep(by_key=True).ring_of_one_pass(False).groups == groups
 
 
 # ------------------------------------------------------------------------------------------------ the dual backward in one pass

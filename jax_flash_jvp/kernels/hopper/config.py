@@ -155,7 +155,7 @@ QUERY_SIDE = {
 class OnePass(NamedTuple):
     """How a backward in one pass streams: 64 queries at a time, or, with tangents, 32."""
 
-    groups: int  # consumer warpgroups: two, where tiles may be listed, for blocks of a power of two of rows
+    groups: int  # consumer warpgroups
     lag: int  # tiles that dq is behind
     kept: int  # tiles of dS, a power of two above the lag
     turns: bool = False
@@ -163,13 +163,17 @@ class OnePass(NamedTuple):
     late_dp: bool = False
     slots: int = 2  # of q and of d_o, a power of two
     held: bool = False  # do warpgroups multiply keys and values from registers?
+    time: float = 1  # of a row of keys, relative to the other ring
 
 
+# By width, of which the one that fills rounds better is taken.
 ONE_PASS = {
-    # H200, 2026-11-29, L = 2048, 4096, 8192: 0.73, 0.98, 0.97 of the time of three that hold nothing
-    64: OnePass(groups=2, lag=1, kept=2, deferred=True, slots=4, held=True),
-    96: OnePass(groups=2, lag=2, kept=4, late_dp=True),  # H200, 2026-11-27, L = 8192; no other way was timed
-    128: OnePass(groups=2, lag=1, kept=2, turns=True, late_dp=True),  # likewise; without turns 0.98, causal 1.01
+    64: (  # H200, 2026-11-29, L = 512 to 16,384: 0.73 to 1.33 of each other's time, where 0.69 to 1.39 is expected
+        OnePass(groups=2, lag=1, kept=2, deferred=True, slots=4, held=True, time=1.04),
+        OnePass(groups=3, lag=1, kept=2, late_dp=True),
+    ),
+    96: (OnePass(groups=2, lag=2, kept=4, late_dp=True),),  # H200, 2026-11-27, L = 8192; no other way was timed
+    128: (OnePass(groups=2, lag=1, kept=2, turns=True, late_dp=True),),  # likewise; without turns 0.98, causal 1.01
 }
 
 
@@ -180,22 +184,22 @@ class OnePassThreshold(NamedTuple):
     filled: float  # of the multiprocessors, by rounds of blocks
 
 
-# By width, of which any will do.  H200, 2026-11-27, L = 256 to 16,384; what is to be filled: 2026-11-28, L = 2048 to 8192.
-# Those of 64 channels with blocks of 192 keys, not 128.
+# By width, of which any will do.  H200, 2026-11-27, L = 256 to 16,384; what is to be filled: 2026-11-28, L = 2048 to 8192; of 64
+# channels 2026-11-29, L = 512 to 16,384.
 ONE_PASS_FROM = {
     64: (OnePassThreshold(rows=1024, filled=0.9), OnePassThreshold(rows=2048, filled=0.82)),
     96: (OnePassThreshold(rows=4096, filled=0.9),),
     128: (OnePassThreshold(rows=2048, filled=0.9),),
 }
 # Order, by which the bits of dq are the same on every run, is kept where it takes at most so much of the time, and blocks are
-# alike or heads have at most so many channels.  H200, 2026-11-27, L = 1024 to 8192: 0 to 4% where 1 to 4% are
-# expected, causal heads of 72 and 128 channels 6 to 9%.
+# alike or heads have at most so many channels.  H200, 2026-11-27, L = 1024 to 8192: 0 to 4% where 1 to 4% are expected,
+# causal heads of 72 and 128 channels 6 to 9%; blocks of 128 rows of 64 channels, 2026-11-29: 3 to 8%, causal 11 to 18%.
 ORDER_MAY_COST = 0.05
 ORDERED_UNLIKE_UP_TO = 64
 
 
 # Of 32 queries at a time, each with its tangent, for two consumer warpgroups, of which more have no room for four sums.
-ONE_PASS_DUAL = {64: OnePass(groups=2, lag=1, kept=4, slots=4)}  # H200, 2026-11-27, L = 8192
+ONE_PASS_DUAL = {64: (OnePass(groups=2, lag=1, kept=4, slots=4),)}  # H200, 2026-11-27, L = 8192
 # As ONE_PASS_FROM.  H200, 2026-11-27, L = 256 to 8192.
 ONE_PASS_DUAL_FROM = {64: (OnePassThreshold(rows=2048, filled=0.9),)}
 
@@ -235,7 +239,8 @@ FRAGMENT = {"forward": 256, "backward": 160}
 # ------------------------------------------------------------------------------------------------ when they are faster
 
 # The shortest sequences, by width and job, for which these kernels are faster than the portable ones.  H200 and H100,
-# 2026-11-26; where queries and keys differ in number, B8 T64 S4096 H8 D64, H200, 2026-11-28.
+# 2026-11-26; of 64 queries and keys, H200, 2026-11-29; where these differ in number, H200, 2026-11-28 and 29 (T64 S4096, T4096
+# S77, T1024 S120).
 FROM: dict[int, dict[str, int]] = {
     32: dict(forward=1024, forward_dual=512, backward=1024, backward_dual=512),
     64: dict(forward=512, forward_dual=128, backward=1024, backward_dual=512),
@@ -246,8 +251,8 @@ FROM: dict[int, dict[str, int]] = {
 }
 # Those where every multiprocessor has a block.
 FROM_IF_MANY: dict[int, dict[str, int]] = {
-    32: dict(forward=128, forward_dual=64, backward=128, backward_dual=128),
-    64: dict(forward=128, forward_dual=64, backward=128, backward_dual=64),
+    32: dict(forward=128, forward_dual=128, backward=128, backward_dual=64),
+    64: dict(forward=128, forward_dual=128, backward=128, backward_dual=64),
     96: dict(forward=64, forward_dual=64, backward=128, backward_dual=64),
     128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
     192: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),

@@ -61,7 +61,8 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
     length, what = min(queries, keys), "the smaller number"
     sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
-    if sees_all and not many and GROUP <= queries < keys:  # programs share blocks, and what idle ones do costs nothing
+    # few queries: programs share blocks, and what idle ones do costs nothing
+    if length >= GROUP and (keys < queries if many else sees_all and queries < keys):
         length, what = math.isqrt(queries * keys), "√(queries × keys)"
     shortest = (config.FROM_IF_MANY if many else config.FROM)[width][job]
     return Choice(length >= shortest, f"the Hopper kernels run if {what} is at least {shortest}")

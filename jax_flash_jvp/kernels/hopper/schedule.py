@@ -1,6 +1,7 @@
 """Which programs compute what, and with which ring: decided on the host, from lengths and features alone."""
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 import triton
@@ -76,10 +77,11 @@ class Sweep:
         table = config.ONE_PASS_DUAL_FROM if dual else config.ONE_PASS_FROM
         if width not in table:
             return None
-        blocks = triton.cdiv(self.resident, GROUP * self.ring_of_one_pass(dual).groups)  # of a head
+        blocks = self._blocks_of_head(self.ring_of_one_pass(dual))
         rounds = triton.cdiv(blocks * self.heads, concurrent)
-        rows, busy = min(self.resident, self.seen), blocks * self.heads
-        if not any(rows >= from_rows and busy >= filled * rounds * concurrent for from_rows, filled in table[width]):
+        rows, busy = min(self.resident, self.seen), blocks * self.heads / concurrent
+        filled = busy / rounds if self.alike else min(1, busy)  # the shorter of other blocks fill the last round
+        if not any(rows >= from_rows and filled >= least for from_rows, least in table[width]):
             return None
         # of lists, nobody knows how many blocks before another visit a tile
         orders = not self.features.tiles.present and (self.alike or width <= config.ORDERED_UNLIKE_UP_TO)
@@ -95,7 +97,19 @@ class Sweep:
         return together / (rounds * tiles)
 
     def ring_of_one_pass(self, dual: bool) -> OnePass:
-        return (config.ONE_PASS_DUAL if dual else config.ONE_PASS)[config.width_of(self.head_dim)]
+        rings = (config.ONE_PASS_DUAL if dual else config.ONE_PASS)[config.width_of(self.head_dim)]
+        if self.features.tiles.present:  # of blocks with a power of two of rows
+            rings = tuple(ring for ring in rings if ring.groups == 2)
+        return min(rings, key=self._time_of_one_pass)
+
+    def _blocks_of_head(self, ring: OnePass) -> int:
+        return triton.cdiv(self.resident, GROUP * ring.groups)
+
+    def _time_of_one_pass(self, ring: OnePass) -> float:
+        """In rows of keys, one after the other.  Blocks that are not alike, which on average take half as long as the longest,
+        fill what rounds of others leave idle."""
+        rounds = self._blocks_of_head(ring) * self.heads / (self.multiprocessors or 1)
+        return ring.time * ring.groups * (math.ceil(rounds) if self.alike else max(1, rounds / 2))
 
     def blocks(self, ring: Ring) -> int:
         return triton.cdiv(self.resident, GROUP * ring.height) * self.heads
