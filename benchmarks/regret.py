@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from everyday import CALLS
@@ -77,14 +77,15 @@ def wait_for_others(path: Path, together: int, patience: float) -> None:
         time.sleep(0.5)
 
 
-def all_calls(options: argparse.Namespace, arguments: list[str]) -> dict[str, dict]:
-    """By name, what `one_call` wrote of each.  On a CPU one call is timed after the other; on GPUs some are compiled at once."""
+def all_calls(options: argparse.Namespace, arguments: list[str]) -> Iterator[dict[str, dict]]:
+    """By name, what `one_call` wrote of each so far.  On a CPU one call is timed after the other; on GPUs some are compiled at
+    once."""
     found, end = {}, time.monotonic() + options.limit
     at_once = options.at_once if options.gpus else 1
     for first in range(0, len(options.calls), at_once):
         with tempfile.TemporaryDirectory() as folder:
             found |= some_calls(options.calls[first : first + at_once], options, arguments, Path(folder), end)
-    return found
+        yield found
 
 
 def some_calls(
@@ -150,15 +151,16 @@ def main(arguments: list[str] | None = None) -> int:
     framework = importlib.import_module(f"{options.framework}_everyday")
     if options.gpus is None:
         options.gpus = framework.gpus()
-    run = Run(*titles(options), all_calls(options, sys.argv[1:] if arguments is None else arguments))
-    run = run._replace(about=f"{framework.device()}, {run.about}")
+    title, about = titles(options)
+    for found in all_calls(options, sys.argv[1:] if arguments is None else arguments):
+        run = Run(title, f"{framework.device()}, {about}", found)
+        run.save(options.output.with_suffix(".json"))  # whatever interrupts the next
     for row in run.regrets:
         timed = f"{row.milliseconds:9.4f} ms, {row.best} {row.best_milliseconds:9.4f} ms"
         print(f"{row.ratio:6.2f}  {row.call:26s} {row.job:20s} {timed}")
     for name, result in run.found.items():
         for what, reason in result["failures"].items():
             print(f"{name}, {what}: {reason}")
-    run.save(options.output.with_suffix(".json"))
     times = [(name, job, t) for name, r in run.found.items() for job, t in r["times"].items()]
     every = [(name, job, who, ms) for name, job, t in times for who, ms in t.items()]
     write(options.output.with_suffix(".csv"), ("call", "job", "who", "milliseconds"), every)

@@ -510,8 +510,6 @@ def test_warps_divide_the_registers_of_a_program(groups, registers):
     [
         (8, 64, 4096, 64, "forward forward_dual backward_dual"),  # H200, 2026-11-28
         (8, 64, 2048, 64, "forward_dual"),
-        (8, 4096, 64, 64, "forward_dual backward_dual"),  # all multiprocessors have a block: the fewer count
-        (32, 64, 4096, 64, "forward_dual backward_dual"),
         (1, 32, 65536, 64, ""),  # half of a warpgroup would be idle
         (1, 1024, 4096, 64, "forward forward_dual backward backward_dual"),
         (1, 512, 2048, 64, "forward forward_dual backward backward_dual"),
@@ -528,6 +526,27 @@ def test_lengths_that_differ(batch, queries, keys, head_dim, taken):
         lengths = x._replace(key_lengths=jax.ShapeDtypeStruct((batch,), "int32"))
         expected = takes(Problem(0.1), shortest)
         assert takes(Problem(0.1, is_causal=True), x) == takes(Problem(0.1), lengths) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "mask", "taken"),
+    [
+        (8, 4096, 77, False, "forward forward_dual backward backward_dual"),  # H200, 2026-11-29, as the others
+        (32, 64, 4096, False, "backward backward_dual"),
+        (256, 64, 64, False, "backward_dual"),
+        (256, 32, 512, False, ""),
+        (16, 300, 300, False, "forward forward_dual backward backward_dual"),
+        (16, 300, 300, True, "forward_dual backward backward_dual"),
+        (16, 600, 600, True, "forward forward_dual backward backward_dual"),
+    ],
+)
+def test_lengths_where_blocks_are_many(batch, queries, keys, mask, taken):
+    array = lambda length: jax.ShapeDtypeStruct((batch, length, 8, 64), jnp.bfloat16)
+    x = Operands(array(queries), array(keys), array(keys))
+    if mask:
+        x = x._replace(mask=jax.ShapeDtypeStruct((batch, 1, 1, keys), "bool"))
+    takes = [job for job in config.FROM[64] if jobs.choice(job, Recorder(90), Problem(0.1), x).hopper]
+    assert " ".join(takes) == taken
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,9 @@ SHORT = 512
 
 # How much longer two warpgroups take for the same rows, where three are in the table.  H200, 2026-11-22.
 PAIR_FOR_THREE = 1.15
-# Keys up to which the forward takes two even so, by whether blocks are alike.  H100, 2026-11-26.
-PAIR_UP_TO = {True: 1024, False: 3072}
+# Keys up to which the forward takes two even so, by whether blocks are alike.  H100, 2026-11-26; H200, 2026-11-29: 0.83 of the
+# time at 1178, 1.07 at 2048.
+PAIR_UP_TO = {True: 1280, False: 3072}
 # Streamed rows up to which a program computes one block after the other, and loads for the next while one ends.  Beyond, where
 # that matters less, blocks go to whichever multiprocessor is free.  H200, 2026-11-23.
 PERSISTENT = {"forward": 8192, "backward": 4096}
@@ -239,8 +240,8 @@ FRAGMENT = {"forward": 256, "backward": 160}
 # ------------------------------------------------------------------------------------------------ when they are faster
 
 # The shortest sequences, by width and job, for which these kernels are faster than the portable ones.  H200 and H100,
-# 2026-11-26; of 64 queries and keys, H200, 2026-11-29; where these differ in number, H200, 2026-11-28 and 29 (T64 S4096, T4096
-# S77, T1024 S120).
+# 2026-11-26; of 64 queries and keys, H200, 2026-11-29; where these differ in number, H200, 2026-11-28 and 29 (T64 S4096 with 64
+# and 256 heads, T4096 S77, T1024 S120).
 FROM: dict[int, dict[str, int]] = {
     32: dict(forward=1024, forward_dual=512, backward=1024, backward_dual=512),
     64: dict(forward=512, forward_dual=128, backward=1024, backward_dual=512),

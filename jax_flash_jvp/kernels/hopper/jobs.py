@@ -56,13 +56,17 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
     """Are these kernels faster than the portable ones?"""
     (batch, queries, heads, head_dim), keys = x.query.shape, x.key.shape[1]
     width = config.width_of(head_dim)
-    if job == "forward" and x.query_segments is not None and width <= 64:
-        return Choice(False, "with segment ids and a head dimension up to 64")
+    if job == "forward" and width <= 64:
+        if x.query_segments is not None:
+            return Choice(False, "with segment ids and a head dimension up to 64")
+        if x.mask is not None and keys <= config.SHORT:
+            return Choice(False, f"with a mask of up to {config.SHORT} keys and a head dimension up to 64")
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
     length, what = min(queries, keys), "the smaller number"
     sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
-    # few queries: programs share blocks, and what idle ones do costs nothing
-    if length >= GROUP and (keys < queries if many else sees_all and queries < keys):
+    # programs share blocks of few queries, and what idle ones do costs nothing; the forward of many such blocks has idle rows
+    counts = (keys < queries or job.startswith("backward")) if many else sees_all and queries < keys
+    if counts and length >= GROUP:
         length, what = math.isqrt(queries * keys), "√(queries × keys)"
     shortest = (config.FROM_IF_MANY if many else config.FROM)[width][job]
     return Choice(length >= shortest, f"the Hopper kernels run if {what} is at least {shortest}")
