@@ -37,8 +37,7 @@ def compiled_job(job, head_dim, kind, capability, plain=False, gradients=True, i
     backward = lambda want: jobs.backward(recorder, problem, *primals, want)
     dual = lambda want: jobs.backward_dual(recorder, problem, *primals, tangents, want if gradients else NOTHING, want)
     recorder = Recorder(capability)
-    if idle:
-        recorder.multiprocessors = 10_000
+    recorder.multiprocessors = 10_000 if idle else 1
     {
         "forward": lambda: jobs.forward(recorder, problem, x),
         "forward_dual": lambda: jobs.forward(recorder, problem, x, x),
@@ -123,9 +122,9 @@ def test_features(feature, head_dim, kind, capability):
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), (kernel, resources)
         # of ranges the loop over tiles with rows that nobody sees spills, which the others do not feel
-        most = {"everything": 1700, "ranges": 2500}.get(feature, 900)
+        most = {"everything": 2200, "ranges": 2500}.get(feature, 900)
         assert resources.spill_stores <= most, (kernel, resources)
-        others = ("statistics", "key_means", "look_at_tiles", "list_tiles", "list_few_tiles", "pack")
+        others = ("statistics", "key_means", "look_at_tiles", "list_tiles", "list_few_tiles", "pack", "sum_shares")
         assert resources.mma or kernel.__name__ in others, kernel
 
 
