@@ -1,4 +1,4 @@
-"""Float32 as three products of TF32, emulated: the interpreter's own products are exact to fp32."""
+"""Float32 as three products of TF32, emulated: the interpreter's own products are exact to fp32; and who rounds to TF32."""
 
 import functools
 
@@ -8,9 +8,13 @@ import pytest
 from triton.runtime import interpreter
 
 import oracle
+from compiled import Recorder
 from jax_flash_jvp import dot_product_attention, interpret
 from jax_flash_jvp.kernels.portable import jobs
+from jax_flash_jvp.kernels.portable.scores import UNROUNDED
 from jax_flash_jvp.kernels.portable.tiles import JOBS, find, fitted, least_rows, product
+from jax_flash_jvp.launch import Interpreter
+from jax_flash_jvp.problem import Operands, Problem
 
 DROPPED = 13  # bits of float32 that TF32 has not
 
@@ -119,6 +123,45 @@ def test_parts():
 def test_where(precision, head_dim, target, expected):
     assert product("float32", precision, head_dim, target) == expected
     assert product("bfloat16", precision, head_dim, target) == "tf32"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "length", "capability", "rounds"),
+    [
+        (64, 64, 1024, 90, "forward"), (33, 33, 1024, 90, "forward"), (32, 64, 1024, 90, "forward"),
+        (32, 32, 1024, 90, ""), (64, 72, 1024, 90, ""), (64, 64, 1024, 80, ""),
+        (32, 32, 64, 80, "forward forward_dual tangent backward"),
+    ],
+)  # fmt: skip
+def test_which_kernels_round_what_they_read(head_dim, value_dim, length, capability, rounds):
+    """To TF32: of long sequences the plain forward alone, of some head dimensions on sm_90."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+    q, v, lse = array(2, length, 8, head_dim), array(2, length, 8, value_dim), array(2, 8, length)
+    x, y, problem = Operands(q, q, v), (v, lse), Problem(scale=0.1, precision="tf32")
+    every = dict(
+        forward=lambda recorder: jobs.forward(recorder, problem, x),
+        forward_dual=lambda recorder: jobs.forward(recorder, problem, x, x),
+        tangent=lambda recorder: jobs.tangent(recorder, problem, x, lse, x),
+        backward=lambda recorder: jobs.backward(recorder, problem, x, y, (v, None), (True, True, True, False)),
+    )
+    found = []
+    for name, job in every.items():
+        recorder = Recorder(capability)
+        job(recorder)
+        (precision,) = {constants["PRECISION"] for _, _, constants, _ in recorder.launches if "PRECISION" in constants}
+        found += [name] * (precision == UNROUNDED.value)
+    assert " ".join(found) == rounds
+
+
+def test_kernels_and_launchers_round_alike(monkeypatch):
+    """Else ℓ of a forward that rounds what it reads would not be that of a backward's scores.  Many of these numbers lie in the
+    middle of two of TF32."""
+    q, k, v = (np.float32(np.round(oracle.normal(i, 1, 17, 2, 16) * 2**11) / 2**11) for i in range(3))
+    v[0, :5, 0, 0] = 1e-40, -3.4028235e38, np.inf, np.nan, 1
+    forward = lambda: jobs.forward(Interpreter(), Problem(scale=0.3, precision="tf32"), Operands(q, k, v))[:2]
+    here = forward()
+    monkeypatch.setattr(jobs, "READ_ONCE", 0)
+    jax.tree.map(np.testing.assert_array_equal, here, forward())
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(16, 16), (32, 200), (200, 32), (5, 4000)])
