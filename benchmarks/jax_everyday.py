@@ -14,10 +14,8 @@ from jax_calls import out_of_memory, release  # noqa: F401 (what `attempt` asks 
 from jax_flash_jvp import dot_product_attention, visibility
 from measure import relative_errors
 
-CHAINED = (
-    10,
-    100,
-)  # calls in what is timed at once, of long and of short ones: to begin a chain takes 0.3 ms, more or less
+# Calls in what is timed at once, of long and of short ones: to begin a chain takes 0.3 ms, more or less.
+CHAINED = (10, 100)
 SHORT = 1.0  # milliseconds of a call with its launch
 SCORES = 2**26  # that float64 holds at a time: all processes may compute so at once, and keep the memory
 

@@ -18,9 +18,8 @@ from torch_bridge import scaled_dot_product_attention
 from torch_calls import DEVICE, out_of_memory, release, to_numpy, wait  # noqa: F401 (`attempt` asks for the first two)
 
 CHAINED = 10  # calls in a graph: to launch one takes as long as a short call
-SCORES = (
-    2**25
-)  # that the float64 computation holds at a time, in some twenty arrays: all processes may compute so at once
+# That the float64 computation holds at a time, in some twenty arrays: all processes may compute so at once.
+SCORES = 2**25
 BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
