@@ -40,7 +40,7 @@ def one_call(name: str, options: argparse.Namespace, path: Path, together: int) 
     together, of which this is one."""
     framework = importlib.import_module(f"{options.framework}_everyday")
     call = CALLS[name].small() if options.small else CALLS[name]
-    arrays, times, failures = framework.draw(call), {}, {}
+    arrays, failures = framework.draw(call), {}
     timers: dict[tuple[str, str], Callable[[], float]] = {}
     for job in options.jobs:
         values, allowed = framework.exact(call, job, arrays)
@@ -64,9 +64,19 @@ def one_call(name: str, options: argparse.Namespace, path: Path, together: int) 
             order = list(timers)[turn % len(timers) :] + list(timers)[: turn % len(timers)]
             for key in order:
                 samples[key].append(timers[key]())
-    for (job, who), found in samples.items():
-        times.setdefault(job, {})[who] = statistics.median(found)
+    times = medians(samples, failures)
     path.with_suffix(".json").write_text(json.dumps(dict(times=times, failures=failures)))
+
+
+def medians(samples: dict[tuple[str, str], list[float]], failures: dict[str, str]) -> dict[str, dict[str, float]]:
+    """By job and contender; a failure where a call is so short that its chain's own time, which is taken off, leaves nothing."""
+    times: dict[str, dict[str, float]] = {}
+    for (job, who), found in samples.items():
+        if (middle := statistics.median(found)) > 0:
+            times.setdefault(job, {})[who] = middle
+        else:
+            failures[f"{job}, {who}"] = f"too short to be timed: {middle:.2g} ms"
+    return times
 
 
 def wait_for_others(path: Path, together: int, patience: float) -> None:

@@ -520,6 +520,13 @@ def test_regret(framework, tmp_path, capsys):
     assert "small calls" in run.about
 
 
+def test_what_is_too_short_has_no_regret():
+    failures = {}
+    samples = {("forward", "default"): [2.0, 1.0, 9.0], ("forward", "XLA"): [-0.01, 0.02, -0.03]}
+    assert regret.medians(samples, failures) == {"forward": {"default": 2.0}}
+    assert failures == {"forward, XLA": "too short to be timed: -0.01 ms"}
+
+
 def saved_run(folder, title, ratios, failures=()):
     """Of calls by name: by what the default is slower than the best of two others, in each job."""
     found = {
