@@ -162,6 +162,7 @@ def test_halved_tile(job, kind, head_dim, plain):
     [
         ("half", 128, 20, 90), ("half", 64, 1, 86), ("tf32", 64, 16, 80), ("half", 256, 1, 100), ("ieee", 64, 9, 90),
         ("half", 128, 8, 90), ("half", 64, 16, 90), ("half", 128, 8, 86), ("tf32", 64, 4, 90), ("tf32", 128, 4, 80),
+        ("tf32", 128, 4, 90), ("tf32", 72, 9, 90),
     ],
 )  # fmt: skip
 @pytest.mark.thorough
@@ -187,7 +188,8 @@ def test_few_queries(kind, head_dim, queries, capability):
     for kernel, signature, constants, options in recorder.launches:
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), (kernel, constants, resources)
-        most = 3400 if kind == "ieee" else 900  # of the dual key side, whose tile stores up to 4,300 with masks
+        # of the dual sides: the key side's tile stores up to 4,300 with masks, the query side's 2,700
+        most = {("ieee", 64): 3400, ("tf32", 128): 2700}.get((kind, head_dim), 900)
         assert resources.spill_stores <= most, (kernel, constants, resources)
 
 

@@ -168,7 +168,9 @@ def test_kernels_and_launchers_round_alike(monkeypatch):
 @pytest.mark.parametrize("job", JOBS)
 def test_rows_of_short_sequences(job, queries, keys):
     """Four warps have 64 rows of the result or fewer, for with eight of them Triton 3.6 computes what is wrong."""
-    tile = fitted(find(job, 64, "float32", "ieee", 90), job, queries, keys, least_rows("tf32x3", 64))
+    tile = fitted(
+        find(job, 64, "float32", "ieee", 90), job, queries, keys, least_rows(job, "float32", "tf32x3", 64, 90)
+    )
     resident = tile.block_n if job.startswith(("key", "value")) else tile.block_m
     assert resident > 64 or tile.num_warps <= 4 or job.startswith("score")
     assert resident >= 64 or job.startswith("score")

@@ -207,9 +207,10 @@ class PortableCall:
             found = short(found, job, self.widest, self.dtype, target)
         most = FEW if self.dtype != "float32" else FEW // 2
         few = self.query_length <= most and self.key_length > 64 and target != "interpret"
+        least = least_rows(job, self.dtype, self.precision, self.widest, target)
         if few and self.precision != "ieee" and not job.startswith("score"):  # whose products are unrolled
-            return for_few(found, job, self.query_length, self.key_length, self.widest, self.dtype)
-        found = fitted(found, job, self.query_length, self.key_length, least_rows(self.precision, self.widest))
+            return for_few(found, job, self.query_length, self.key_length, self.widest, self.dtype, least)
+        found = fitted(found, job, self.query_length, self.key_length, least)
         return found if job.startswith("score") else self.filling(found, job)
 
     def filling(self, tile: Tile, job: str) -> Tile:

@@ -221,10 +221,14 @@ def fitted(tile: Tile, job: str, queries: int, keys: int, least: int = 16) -> Ti
     return tile._replace(block_m=block_m, block_n=block_n, num_warps=max(1, tile.num_warps // fewer))
 
 
-def least_rows(precision: str, head_dim: int) -> int:
-    """The least rows of the result, for `fitted`.  Three products of more than 32 channels spill, except with the instructions
-    for 64 rows, which read one operand from shared memory.  (Compiled ahead of time, not measured.)"""
-    return 64 if precision == "tf32x3" and 32 < padded(head_dim) <= HEAD_DIMS[0] else 16
+def least_rows(job: str, dtype: str, precision: str, head_dim: int, target: int | str) -> int:
+    """The least rows of the result, for `fitted`.  Three products of more than 32 channels spill, and on sm_90 kernels with
+    tangents in TF32 above 64 channels, by up to 34 KB, except with the instructions for 64 rows, which read one operand from
+    shared memory.  (Compiled ahead of time, not measured.)"""
+    channels, wide = padded(head_dim), HEAD_DIMS[0]
+    three = precision == "tf32x3" and 32 < channels <= wide
+    tangents = job.endswith("dual") and dtype == "float32" and target == 90 and channels > wide
+    return 64 if three or (tangents and precision not in ("ieee", "tf32x3")) else 16
 
 
 LEAST_HALVED = 64  # rows of the result: what four warps want on sm_90
@@ -247,12 +251,12 @@ _FOR_FEW = {  # elements of a tile of keys, stages: so that a multiprocessor has
 }  # fmt: skip
 
 
-def for_few(tile: Tile, job: str, queries: int, keys: int, head_dim: int, dtype: str) -> Tile:
+def for_few(tile: Tile, job: str, queries: int, keys: int, head_dim: int, dtype: str, least: int) -> Tile:
     """For few queries and many more keys: the warps share the columns.  (Compiled ahead of time, not measured.)"""
     elements, stages = _FOR_FEW.get(job, (0, 2))
     block_n = min(128, elements // rows_for(padded(head_dim)) // (2 if dtype == "float32" else 1))
     if block_n < 32:  # four warps want as many; and the key side
-        return fitted(tile, job, queries, min(64, keys))._replace(num_stages=min(2, tile.num_stages))
+        return fitted(tile, job, queries, min(64, keys), least)._replace(num_stages=min(2, tile.num_stages))
     return Tile(rows_for(queries), block_n, 4, stages)
 
 
