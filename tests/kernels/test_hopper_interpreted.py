@@ -1118,7 +1118,7 @@ def test_one_pass_dual(case, late):
 @pytest.mark.parametrize("ring", OTHER_DUAL_RINGS)
 @pytest.mark.thorough
 def test_one_pass_dual_in_other_ways(monkeypatch, ring):
-    monkeypatch.setitem(config.ONE_PASS_DUAL, 64, config.ONE_PASS_DUAL[64]._replace(**OTHER_DUAL_RINGS[ring]))
+    monkeypatch.setitem(config.ONE_PASS_DUAL, 64, (config.ONE_PASS_DUAL[64][0]._replace(**OTHER_DUAL_RINGS[ring]),))
     check_one_pass_dual(ONE_PASS_DUAL["D64"], gluon_on_numpy.Launcher(late=True))
 
 
@@ -1169,7 +1169,7 @@ def test_one_pass_dual_broken_fails(old, new, late):
 @pytest.mark.thorough
 def test_one_pass_dual_broken_elsewhere_fails(monkeypatch, case, old, new):
     if case in OTHER_DUAL_RINGS:
-        monkeypatch.setitem(config.ONE_PASS_DUAL, 64, config.ONE_PASS_DUAL[64]._replace(**OTHER_DUAL_RINGS[case]))
+        monkeypatch.setitem(config.ONE_PASS_DUAL, 64, (config.ONE_PASS_DUAL[64][0]._replace(**OTHER_DUAL_RINGS[case]),))
     with pytest.raises(AssertionError):
         check_one_pass_dual(ONE_PASS_DUAL.get(case, ONE_PASS_DUAL["D64"]), gluon_on_numpy.Launcher(old, new))
 
