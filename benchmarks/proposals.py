@@ -40,7 +40,7 @@ class PortableRow:
     def __init__(self, job: str, head_dim: int, dtype: str, precision: str, target: int):
         if job not in tiles.JOBS:
             raise KeyError(f"{job} is no row of the portable kernels: these are {', '.join(tiles.JOBS)}")
-        self.job, self.head_dim, self.target = job, head_dim, target
+        self.job, self.head_dim, self.dtype, self.target = job, head_dim, dtype, target
         self.kind = tiles.kind_of(dtype, precision)
         self.place = f"the table of {self.kind!r} for sm_{target} in jax_flash_jvp/kernels/portable/tiles.py"
         self.present = tiles.find(job, head_dim, dtype, precision, target)
@@ -57,7 +57,7 @@ class PortableRow:
         sizes, stages = (16, 32, 64, 128), (2, 3, 4) if self.kind == "half" else (1, 2, 3)
         for block_m, block_n, warps, n in itertools.product(sizes, sizes, (4, 8), stages):
             tile, threads = Tile(block_m, block_n, warps, n), 32 * warps
-            if wanted == "b" and tile != tiles.lighter(tile, self.job):  # which a bias makes of it
+            if wanted == "b" and tile != tiles.lighter(tile, self.job, self.head_dim, self.dtype, self.target):
                 continue
             scores, resident = block_m * block_n, block_n if wanted in ("k", "v", "kv") else block_m
             rows = 8 * warps if self.target == 90 else 16  # that `wgmma`, or `mma.sync`, has at a time

@@ -1,5 +1,6 @@
 """The calls of `everyday.py` in PyTorch: arrays, contenders, float64 and timing for `regret.py`."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -181,10 +182,17 @@ def prepare(call: Call, job: str, attention: Callable, arrays: Arrays, known: se
     """The results, and a function that times the job: milliseconds.  All contenders are programs of their own."""
     run = job_function(job, attention, arrays)
     results = to_numpy(checked(call, a) for a in run())
-    if options.graphs:
-        replay = _graph(run)
+    replay = _graph(run) if options.graphs else None
+    release()  # other processes compile and check on the same GPU
+    if replay:
         return results, lambda: _milliseconds(replay) / CHAINED
     return results, lambda: statistics.median(_milliseconds(run) for _ in range(20))
+
+
+@functools.cache
+def _pool() -> Any:
+    """All graphs of a process share memory, since they run one after the other and nobody reads their results."""
+    return torch.cuda.graph_pool_handle()
 
 
 def _graph(run: Callable) -> Callable:
@@ -194,7 +202,7 @@ def _graph(run: Callable) -> Callable:
             run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=_pool()):
         for _ in range(CHAINED):
             run()
     return graph.replay

@@ -223,10 +223,10 @@ def test_compiles(length, head_dim, dtype, precision, capability):
     x, y, want = Operands(array, array, array, bias), (array, statistic), (True,) * 4
     problem = Problem(scale=0.3, precision=precision)
     jobs.backward(recorder, problem, x, y, (array, None), want)
-    if length <= one_tile.LONGEST:
+    if length <= (one_tile.LONGEST if capability == 90 else one_tile.FEWER):
         jobs.backward_dual(recorder, problem, x, y, (array, None), (x, y, (array, None)), want, want)
     for kernel, signature, constants, options in recorder.launches:
         assert kernel.__name__ == "one_tile"
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), resources
-        assert resources.spill_stores <= 2000, resources
+        assert resources.spill_stores <= 2300, resources

@@ -252,8 +252,8 @@ FROM: dict[int, dict[str, int]] = {
 }
 # Those where every multiprocessor has a block.
 FROM_IF_MANY: dict[int, dict[str, int]] = {
-    32: dict(forward=128, forward_dual=128, backward=128, backward_dual=64),
-    64: dict(forward=128, forward_dual=128, backward=128, backward_dual=64),
+    32: dict(forward=128, forward_dual=128, backward=128, backward_dual=65),
+    64: dict(forward=128, forward_dual=128, backward=128, backward_dual=65),
     96: dict(forward=64, forward_dual=64, backward=128, backward_dual=64),
     128: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
     192: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),

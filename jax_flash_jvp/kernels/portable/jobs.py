@@ -202,7 +202,7 @@ class PortableCall:
         target = self.launcher.target
         found = tile(job, self.widest, self.dtype, self.problem.precision, target)
         if self.features.bias.present or self.features.dropout or self.features.cap:
-            found = lighter(found, job)
+            found = lighter(found, job, self.widest, self.dtype, target)
         if self.features.tiles.present:
             found = short(found, job, self.widest, self.dtype, target)
         most = FEW if self.dtype != "float32" else FEW // 2

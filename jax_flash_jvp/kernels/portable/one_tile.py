@@ -43,9 +43,10 @@ from jax_flash_jvp.kernels.portable.scores import (
 from jax_flash_jvp.kernels.portable.tiles import padded, rows_for
 from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, visible
 
-# Queries, and keys, up to which this is the kernel: H200, 2026-11-28, 0.1 to 0.9 of the time of two sides; and for the plain
-# backward of 33 to 64 channels, 0.8 to 1.0.  Longer sequences, 1.0 to 1.5.
-LONGEST, LONGEST_PLAIN, CHANNELS = 32, 64, 64
+# Queries, and keys, up to which this is the kernel: H200, 2026-11-28 and -29, 0.1 to 0.95 of the time of two sides.  FEWER where
+# it is slower, 1.3 to 1.5, as the dual backward of 33 to 64 tokens in float32 is but for three products of 33 to 64 channels, or
+# was not measured: on other GPUs.
+LONGEST, FEWER, CHANNELS = 64, 32, 64
 LONGEST_INTERPRETED = 16  # as the blocks of the other kernels
 ELEMENTS = 512  # of scores, or of the operands' rows, for each warp
 PROGRAMS = 4  # for each multiprocessor, which has registers for so many of two warps; measured with 31 alone
@@ -57,7 +58,9 @@ def serves(call: Any, d_o: Any, dual: bool) -> bool:
     interpreted = target == "interpret"
     if wide and call.dtype == "float32" and not interpreted and target != 90:  # would spill
         return False
-    longest = LONGEST_INTERPRETED if interpreted else LONGEST_PLAIN if wide and not dual else LONGEST
+    slower = dual and call.dtype == "float32" and not (wide and call.precision == "tf32x3")
+    elsewhere = target != 90 and (dual or not wide)
+    longest = LONGEST_INTERPRETED if interpreted else FEWER if slower or elsewhere else LONGEST
     if max(call.query_length, call.key_length) > longest or call.widest > CHANNELS or d_o is None:
         return False
     if features.partial or features.rows_of_head or features.ranges.present or call.query_heads != call.key_heads:
@@ -82,7 +85,7 @@ def backward(call: Any, inputs: Mapping[str, Any], of_lse, tx: Any, want: Any, w
     """The wanted gradients, by the names of outputs; of the bias where `sums_bias`, else statistics of rows for its kernel."""
     n_h, dtype, bias = heads_each(call), call.result_dtype, call.x.bias
     rows_m, rows_n = rows_for(call.query_length), rows_for(call.key_length)
-    warps = max(1, min(8, max(rows_m, rows_n) * max(min(rows_m, rows_n), padded(call.widest)) // ELEMENTS))
+    warps = max(1, min(4, max(rows_m, rows_n) * max(min(rows_m, rows_n), padded(call.widest)) // ELEMENTS))
     of_bias = Output(tuple(bias.shape), dtype(bias)) if sums_bias(call) else None
     shapes = dict(Q=call.query_gradient, K=call.key_gradient, V=call.value_gradient, BIAS=of_bias)
     outputs: dict[str, Output | None] = {}

@@ -22,6 +22,7 @@ class Tile(NamedTuple):
 
 HEAD_DIMS = (64, 128, 256)  # the columns: head dims up to each
 HEAD_DIMS_AND_96 = (64, 96, 128, 256)  # of rows that have four
+HEAD_DIMS_AND_80 = (64, 80, 96, 128, 256)  # of rows that have five
 # value_side_dual is key_side for (dV, its tangent) alone; where `accumulators` allows no more than two,
 # key_side_dual is for (dK, its tangent) alone.
 JOBS = (
@@ -58,7 +59,14 @@ _HALF_SM90 = dict(
     key_side_dual=((32, 64, 4, 3, 300), (32, 128, 8, 3, 200), (32, 128, 8, 3, 200), (16, 16, 8, 2)),
     value_side_dual=((64, 64, 4, 3, 100), (64, 128, 8, 3, 400), (64, 128, 8, 2, 900), (32, 32, 8, 2, 400)),
     query_side_dual=((64, 64, 4, 2, 400), (128, 32, 8, 3, 100), (128, 32, 8, 3, 400), (16, 32, 8, 2, 500)),
+    score_side=((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)),
 )
+_LIGHT_SM90 = {  # for `lighter`; H200, 2026-11-29
+    "forward": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
+    "forward_dual": ((64, 64, 4, 3),),
+    "key_side": ((64, 64, 4, 3),),
+    "query_side": ((64, 64, 4, 3),),
+}
 _HALF_SM100 = dict(  # sums in tensor memory: 512 columns, which those of Triton before 3.9 fill sooner
     forward=((128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 8, 2)),
     forward_dual=((128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
@@ -84,7 +92,7 @@ _TF32_SM90 = dict(  # H200, 2026-11-28, Triton 3.6: B32 L256 H16 and B4 L1024 H1
     query_side=((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 1), (32, 16, 8, 2)),
     key_side_dual=((32, 64, 4, 1, 1300), (16, 64, 4, 1, 700), (32, 64, 4, 1, 2600), None),
     value_side_dual=((32, 32, 4, 2), (32, 64, 4, 1, 600), (32, 16, 8, 2), None),
-    query_side_dual=((64, 32, 4, 1, 400), (64, 16, 4, 1, 300), (64, 32, 4, 1, 2500), None),
+    query_side_dual=((64, 32, 4, 1, 400), (64, 16, 4, 1, 600), (64, 32, 4, 1, 2500), None),
 )
 _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled over the head dim; then see `product`
     forward=((32, 32, 4, 1), (32, 32, 8, 2), (16, 16, 8, 2)),
@@ -95,15 +103,17 @@ _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled o
     value_side_dual=((16, 16, 8, 2),),
     query_side_dual=((16, 16, 8, 2, 800, 255),),
 )
-# Three products of TF32.  H200, 2026-11-28, Triton 3.6: B32 L256 H16 and B4 L1024 H12, at 64 channels, and the forward at 72
-_IEEE_SM90 = dict(
-    forward=((128, 64, 8, 2), (64, 64, 4, 2, 600), *_IEEE["forward"][1:]),
-    forward_dual=((64, 32, 4, 1, 400), *_IEEE["forward_dual"][1:]),
-    key_side=((32, 128, 8, 1), *_IEEE["key_side"][1:]),
-    query_side=((64, 64, 4, 1, 300), *_IEEE["query_side"][1:]),
-    key_side_dual=((32, 64, 4, 1, 4300),),
-    value_side_dual=((32, 64, 4, 1, 800),),
-    query_side_dual=((64, 32, 4, 1, 2000),),
+# Three products of TF32.  H200, 2026-11-28 and -29, Triton 3.6: B32 L256 H16 and B4 L1024 H12, at 64, 72 and 128 channels
+_IEEE_SM90 = dict(  # from 81 channels on shared memory does not hold the duals
+    forward=((128, 64, 8, 2), *[(64, 64, 4, 2, 600)] * 2, (128, 64, 8, 1, 300), _IEEE["forward"][2]),
+    forward_dual=(
+        (64, 32, 4, 1, 400), (128, 32, 8, 1, 1700), *[(64, 32, 4, 1, 3300)] * 2, _IEEE["forward_dual"][2]
+    ),
+    key_side=((32, 128, 8, 1), *[(32, 128, 8, 1, 1200)] * 2, (32, 64, 4, 1, 3200), _IEEE["key_side"][2]),
+    query_side=((64, 64, 4, 1, 300), *[(128, 64, 8, 1, 800)] * 2, (64, 32, 4, 1, 1400), _IEEE["query_side"][2]),
+    key_side_dual=((32, 64, 4, 1, 4300), (32, 64, 4, 1, 3600), None, None, None),
+    value_side_dual=((32, 64, 4, 1, 800), (32, 128, 8, 1, 1700), None, None, None),
+    query_side_dual=((64, 32, 4, 1, 2000), (64, 32, 4, 1, 3300), None, None, None),
     score_side=((16, 32, 4, 1),),  # not measured, as its dual
     score_side_dual=((16, 32, 4, 1, 500),),
 )
@@ -175,13 +185,16 @@ def row_of(job: str, kind: str, target: int) -> tuple[tuple, ...]:
 
 def column_of(row: tuple[tuple, ...], head_dim: int) -> int:
     """The column of a tile in that row; one past the end where it has none."""
-    columns = HEAD_DIMS_AND_96 if len(row) == len(HEAD_DIMS_AND_96) else HEAD_DIMS
+    columns = next((c for c in (HEAD_DIMS_AND_96, HEAD_DIMS_AND_80) if len(c) == len(row)), HEAD_DIMS)
     return next(i for i, most in enumerate(columns) if head_dim <= most)
 
 
-def lighter(tile: Tile, job: str) -> Tile:
+def lighter(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str) -> Tile:
     """For calls that read, or work out, more than a product for each score: a bias, dropout, a cap.  (Keys that are the rows of
     a product stay as many: matrix cores want 64 rows for four warps.)"""
+    column = next(i for i, most in enumerate(HEAD_DIMS_AND_96) if head_dim <= most)
+    if dtype in ("float16", "bfloat16") and target == 90 and column < len(row := _LIGHT_SM90.get(job, ())):
+        return Tile(*row[column])
     of_keys = job.startswith(("key", "value"))
     return tile._replace(block_n=tile.block_n if of_keys else min(64, tile.block_n), num_stages=min(2, tile.num_stages))
 
@@ -190,7 +203,7 @@ def short(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str) ->
     """For calls that visit a list of tiles.  Their loops are short: on sm_90 it is faster when two programs share a
     multiprocessor, one of which begins or ends while the other multiplies."""
     if dtype not in ("float16", "bfloat16") or target != 90:
-        return lighter(tile, job)
+        return lighter(tile, job, head_dim, dtype, target)
     changes: dict[tuple, dict[str, int]] = {
         ("forward", 64): dict(registers=128),
         ("forward", 96): dict(block_n=64, num_stages=2),
@@ -222,13 +235,13 @@ def fitted(tile: Tile, job: str, queries: int, keys: int, least: int = 16) -> Ti
 
 
 def least_rows(job: str, dtype: str, precision: str, head_dim: int, target: int | str) -> int:
-    """The least rows of the result, for `fitted`.  Three products of more than 32 channels spill, and on sm_90 kernels with
+    """The least rows of the result, for `fitted`.  On sm_90 three products of 33 to 128 channels spill, and kernels with
     tangents in TF32 above 64 channels, by up to 34 KB, except with the instructions for 64 rows, which read one operand from
     shared memory.  (Compiled ahead of time, not measured.)"""
-    channels, wide = padded(head_dim), HEAD_DIMS[0]
-    three = precision == "tf32x3" and 32 < channels <= wide
-    tangents = job.endswith("dual") and dtype == "float32" and target == 90 and channels > wide
-    return 64 if three or (tangents and precision not in ("ieee", "tf32x3")) else 16
+    channels = padded(head_dim)
+    three = precision == "tf32x3" and 32 < channels <= HEAD_DIMS[1]
+    tangents = job.endswith("dual") and dtype == "float32" and channels > HEAD_DIMS[0]
+    return 64 if target == 90 and (three or (tangents and precision not in ("ieee", "tf32x3"))) else 16
 
 
 LEAST_HALVED = 64  # rows of the result: what four warps want on sm_90
@@ -249,15 +262,25 @@ FEW = 32  # queries, beside which all that a call costs is to read the keys and 
 _FOR_FEW = {  # elements of a tile of keys, stages: so that a multiprocessor has room for two or three programs
     "forward": (8192, 3), "forward_dual": (8192, 2), "query_side": (8192, 3), "query_side_dual": (4096, 3)
 }  # fmt: skip
+_FOR_FEWER = {  # up to 16 queries: keys, warps and stages, by channels up to 32, 64 and 128.  H200, 2026-11-29
+    "half": {job: ((64, 2, 3), (32, 1, 4), (32, 2, stages))
+             for job, stages in (("forward", 4), ("forward_dual", 2), ("query_side", 4))},
+    "float32": dict.fromkeys(("forward", "forward_dual", "query_side"), (None, (32, 2, 2), None)),
+}  # fmt: skip
 
 
 def for_few(tile: Tile, job: str, queries: int, keys: int, head_dim: int, dtype: str, least: int) -> Tile:
-    """For few queries and many more keys: the warps share the columns.  (Compiled ahead of time, not measured.)"""
+    """For few queries and many more keys: the warps share the columns."""
+    rows, channels = rows_for(queries), rows_for(padded(head_dim))
+    if rows == 16 and channels <= 128:
+        of_kind = _FOR_FEWER["float32" if dtype == "float32" else "half"]
+        if found := of_kind.get(job, (None,) * 3)[max(0, channels.bit_length() - 6)]:
+            return Tile(rows, *found)
     elements, stages = _FOR_FEW.get(job, (0, 2))
-    block_n = min(128, elements // rows_for(padded(head_dim)) // (2 if dtype == "float32" else 1))
+    block_n = min(128, elements // channels // (2 if dtype == "float32" else 1))
     if block_n < 32:  # four warps want as many; and the key side
         return fitted(tile, job, queries, min(64, keys), least)._replace(num_stages=min(2, tile.num_stages))
-    return Tile(rows_for(queries), block_n, 4, stages)
+    return Tile(rows, block_n, 4, stages)
 
 
 def tile(job: str, head_dim: int, dtype: str, precision: str, target: int | str) -> Tile:
