@@ -217,4 +217,4 @@ def _repairs() -> Iterator[tuple[Any, str, Any]]:
     yield builder, "binary_op", elementwise(builder.binary_op)
     yield builder, "unary_op", elementwise(builder.unary_op)
     yield builder, "create_dot", dot
-    yield builder, "get_bf16", lambda self, value: narrow(self.get_fp32(value))
+    yield builder, "get_bf16", lambda self, value: narrow(self.get_fp32(value))  # Triton 3.6 has none

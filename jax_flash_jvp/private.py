@@ -44,7 +44,6 @@ INTERPRETER = (  # `interpret.py`: `implementation`='interpret' needs them
     "triton.runtime.interpreter.InterpreterBuilder.binary_op",
     "triton.runtime.interpreter.InterpreterBuilder.cast_impl",
     "triton.runtime.interpreter.InterpreterBuilder.create_dot",
-    "triton.runtime.interpreter.InterpreterBuilder.get_bf16",
     "triton.runtime.interpreter.InterpreterBuilder.unary_op",
     "triton.runtime.interpreter.TensorHandle",
     "triton.runtime.interpreter._MISSING",
