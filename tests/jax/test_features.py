@@ -508,7 +508,11 @@ WIDE = ("bias", "mask", "segments-causal", "soft-cap", "dropout", "everything")
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("case", "dtype", "head_dim"),
-    [*((c, dtype, 64) for c in CASES for dtype in ("bfloat16", "float32")), *((c, "bfloat16", 128) for c in WIDE), ("bias", "bfloat16", 72)],
+    [
+        *((c, dtype, 64) for c in CASES for dtype in ("bfloat16", "float32")),
+        *((c, "bfloat16", 128) for c in WIDE),
+        ("bias", "bfloat16", 72),
+    ],
 )
 def test_on_a_gpu(case, dtype, head_dim, record_property):
     record_property("supports", support.claim(case, f"JAX, kernels on a GPU, {dtype}"))

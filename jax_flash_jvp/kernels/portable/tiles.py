@@ -106,9 +106,7 @@ _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled o
 # Three products of TF32.  H200, 2026-11-28 and -29, Triton 3.6: B32 L256 H16 and B4 L1024 H12, at 64, 72 and 128 channels
 _IEEE_SM90 = dict(  # from 81 channels on shared memory does not hold the duals
     forward=((128, 64, 8, 2), *[(64, 64, 4, 2, 600)] * 2, (128, 64, 8, 1, 300), _IEEE["forward"][2]),
-    forward_dual=(
-        (64, 32, 4, 1, 400), (128, 32, 8, 1, 1700), *[(64, 32, 4, 1, 3300)] * 2, _IEEE["forward_dual"][2]
-    ),
+    forward_dual=((64, 32, 4, 1, 400), (128, 32, 8, 1, 1700), *[(64, 32, 4, 1, 3300)] * 2, _IEEE["forward_dual"][2]),
     key_side=((32, 128, 8, 1), *[(32, 128, 8, 1, 1200)] * 2, (32, 64, 4, 1, 3200), _IEEE["key_side"][2]),
     query_side=((64, 64, 4, 1, 300), *[(128, 64, 8, 1, 800)] * 2, (64, 32, 4, 1, 1400), _IEEE["query_side"][2]),
     key_side_dual=((32, 64, 4, 1, 4300), (32, 64, 4, 1, 3600), None, None, None),
