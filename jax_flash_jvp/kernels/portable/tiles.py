@@ -260,7 +260,8 @@ FEW = 32  # queries, beside which all that a call costs is to read the keys and 
 _FOR_FEW = {  # elements of a tile of keys, stages: so that a multiprocessor has room for two or three programs
     "forward": (8192, 3), "forward_dual": (8192, 2), "query_side": (8192, 3), "query_side_dual": (4096, 3)
 }  # fmt: skip
-_FOR_FEWER = {  # up to 16 queries: keys, warps and stages, by channels up to 32, 64 and 128.  H200, 2026-11-29
+# Up to 16 queries: keys, warps and stages, by channels up to 32, 64 and 128.  H200, 2026-11-29.
+_FOR_FEWER: dict[str, dict[str, tuple]] = {
     "half": {job: ((64, 2, 3), (32, 1, 4), (32, 2, stages))
              for job, stages in (("forward", 4), ("forward_dual", 2), ("query_side", 4))},
     "float32": dict.fromkeys(("forward", "forward_dual", "query_side"), (None, (32, 2, 2), None)),
