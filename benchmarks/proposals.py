@@ -57,7 +57,7 @@ class PortableRow:
         sizes, stages = (16, 32, 64, 128), (2, 3, 4) if self.kind == "half" else (1, 2, 3)
         for block_m, block_n, warps, n in itertools.product(sizes, sizes, (4, 8), stages):
             tile, threads = Tile(block_m, block_n, warps, n), 32 * warps
-            if wanted == "b" and tile != tiles.lighter(tile, self.job, self.head_dim, self.dtype, self.target):
+            if wanted == "b" and tile != tiles.lighter(tile, self.job, self.head_dim, self.dtype, self.target, False):
                 continue
             scores, resident = block_m * block_n, block_n if wanted in ("k", "v", "kv") else block_m
             rows = 8 * warps if self.target == 90 else 16  # that `wgmma`, or `mma.sync`, has at a time
@@ -70,7 +70,13 @@ class PortableRow:
     @contextlib.contextmanager
     def taking(self, tile: Tile) -> Iterator[None]:
         found = portable.tile
-        with mock.patch.object(portable, "tile", lambda job, *rest: tile if job == self.job else found(job, *rest)):
+        of = lambda job: tile if job == self.job else None
+        with (
+            mock.patch.object(portable, "tile", lambda job, *rest: of(job) or found(job, *rest)),
+            mock.patch.object(
+                portable, "lighter", lambda other, job, *rest: of(job) or tiles.lighter(other, job, *rest)
+            ),
+        ):
             yield
 
     def written(self, tile: Tile, spills: int, about: str) -> str:

@@ -215,6 +215,7 @@ def test_rows_that_are_not_corrected_fail(old, broken_kernels):
 @pytest.mark.parametrize(("length", "head_dim", "dtype", "precision", "capability"), [
     *((32, 16, "float32", "tf32", c) for c in (80, 86, 90)), (32, 64, "float32", "tf32", 90),
     *((n, d, "bfloat16", "ieee", c) for n, d in ((17, 32), (64, 64)) for c in (80, 86, 90)),
+    (64, 64, "float32", "ieee", 90),
 ])  # fmt: skip
 def test_compiles(length, head_dim, dtype, precision, capability):
     recorder, array = Recorder(capability), jax.ShapeDtypeStruct((1024, length, 4, head_dim), dtype)
@@ -229,4 +230,4 @@ def test_compiles(length, head_dim, dtype, precision, capability):
         assert kernel.__name__ == "one_tile"
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), resources
-        assert resources.spill_stores <= 2300, resources
+        assert resources.spill_stores <= (5300 if (length, dtype) == (64, "float32") else 2300), resources

@@ -61,6 +61,9 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
             return Choice(False, "with segment ids and a head dimension up to 64")
         if x.mask is not None and keys <= config.SHORT:
             return Choice(False, f"with a mask of up to {config.SHORT} keys and a head dimension up to 64")
+    alone = x.key.shape[2] == heads and x.key_ranges is None
+    if job == "backward_dual" and width <= 64 and max(queries, keys) <= config.ONE_TILE and alone:
+        return Choice(False, "a program of theirs holds all scores of a head")
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
     length, what = min(queries, keys), "the smaller number"
     sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])

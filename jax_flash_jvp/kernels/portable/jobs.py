@@ -44,6 +44,7 @@ READ_ONCE = 64
 # The plain forward does so with any number, of so many channels, on sm_90: 0.7 to 0.9 of the time; of 32 and 72 channels 1.2 to
 # 1.4, the backward 1.0 to 1.1.  H200, 2026-11-29, L = 197 to 4096.
 ROUNDS_IN_FORWARD = range(33, 65)
+LOOP = 64  # queries and keys, above which kernels go through several tiles
 KEY_PROGRAMS, LEAST_KEYS = 2, 256  # where keys are divided, programs for each multiprocessor, and keys of each
 # The most rows that several queries of several heads may be together: 0.36 to 0.65 of the time of each head alone.  Of float32 as
 # many as `for_few` takes: with more the duals of wide heads spill.  H200, 2026-11-29.
@@ -202,7 +203,8 @@ class PortableCall:
         target = self.launcher.target
         found = tile(job, self.widest, self.dtype, self.problem.precision, target)
         if self.features.bias.present or self.features.dropout or self.features.cap:
-            found = lighter(found, job, self.widest, self.dtype, target)
+            several = min(self.query_length, self.key_length) > LOOP and not self.features.tiles.present
+            found = lighter(found, job, self.widest, self.dtype, target, several)
         if self.features.tiles.present:
             found = short(found, job, self.widest, self.dtype, target)
         most = FEW if self.dtype != "float32" else FEW // 2

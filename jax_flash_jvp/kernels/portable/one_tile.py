@@ -43,9 +43,9 @@ from jax_flash_jvp.kernels.portable.scores import (
 from jax_flash_jvp.kernels.portable.tiles import padded, rows_for
 from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, visible
 
-# Queries, and keys, up to which this is the kernel: H200, 2026-11-28 and -29, 0.1 to 0.95 of the time of two sides.  FEWER where
-# it is slower, 1.3 to 1.5, as the dual backward of 33 to 64 tokens in float32 is but for three products of 33 to 64 channels, or
-# was not measured: on other GPUs.
+# Queries, and keys, up to which this is the kernel: H200, 2026-11-28 and -29, 0.1 to 1.0 of the time of two sides.  Two kinds of
+# calls take it up to FEWER: the dual backward in float32, which is 1.3 to 1.5 beyond, except with three products of 33 to 64
+# channels; and on other GPUs, where nothing was timed, all but the plain backward of 33 to 64 channels.
 LONGEST, FEWER, CHANNELS = 64, 32, 64
 LONGEST_INTERPRETED = 16  # as the blocks of the other kernels
 ELEMENTS = 512  # of scores, or of the operands' rows, for each warp

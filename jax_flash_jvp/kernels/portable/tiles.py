@@ -63,7 +63,6 @@ _HALF_SM90 = dict(
 )
 _LIGHT_SM90 = {  # for `lighter`; H200, 2026-11-29
     "forward": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
-    "forward_dual": ((64, 64, 4, 3),),
     "key_side": ((64, 64, 4, 3),),
     "query_side": ((64, 64, 4, 3),),
 }
@@ -87,12 +86,12 @@ _TF32 = dict(  # up to head dim 128 within 99 KiB
 )
 _TF32_SM90 = dict(  # H200, 2026-11-28, Triton 3.6: B32 L256 H16 and B4 L1024 H12, at 64, 72 and 128 channels
     forward=((64, 64, 4, 2), (128, 64, 8, 1), (128, 64, 8, 2), (32, 32, 8, 2)),
-    forward_dual=((32, 64, 4, 2, 100), (64, 64, 4, 1, 1000), (64, 32, 4, 1, 800), (16, 16, 4, 2, 300)),
+    forward_dual=((32, 64, 4, 2, 100), (64, 64, 4, 1, 1100), (64, 32, 4, 1, 800), (16, 16, 4, 2, 300)),
     key_side=((64, 128, 8, 1, 200), (64, 128, 8, 1, 500), (32, 128, 8, 1, 200), (16, 16, 8, 2)),
     query_side=((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 1), (32, 16, 8, 2)),
-    key_side_dual=((32, 64, 4, 1, 1300), (16, 64, 4, 1, 700), (32, 64, 4, 1, 2600), None),
-    value_side_dual=((32, 32, 4, 2), (32, 64, 4, 1, 600), (32, 16, 8, 2), None),
-    query_side_dual=((64, 32, 4, 1, 400), (64, 16, 4, 1, 600), (64, 32, 4, 1, 2500), None),
+    key_side_dual=((32, 64, 4, 1, 1300), (16, 64, 4, 1, 800), (32, 64, 4, 1, 2600), None),
+    value_side_dual=((32, 32, 4, 2), (32, 64, 4, 1, 800), (32, 16, 8, 2), None),
+    query_side_dual=((64, 32, 4, 1, 400), (64, 16, 4, 1, 800), (64, 32, 4, 1, 2500), None),
 )
 _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled over the head dim; then see `product`
     forward=((32, 32, 4, 1), (32, 32, 8, 2), (16, 16, 8, 2)),
@@ -104,16 +103,16 @@ _IEEE = dict(  # up to 64 channels without tensor cores: a product is unrolled o
     query_side_dual=((16, 16, 8, 2, 800, 255),),
 )
 # Three products of TF32.  H200, 2026-11-28 and -29, Triton 3.6: B32 L256 H16 and B4 L1024 H12, at 64, 72 and 128 channels
-_IEEE_SM90 = dict(  # from 81 channels on shared memory does not hold the duals
-    forward=((128, 64, 8, 2), *[(64, 64, 4, 2, 600)] * 2, (128, 64, 8, 1, 300), _IEEE["forward"][2]),
+_IEEE_SM90 = dict(  # from 81 channels on shared memory does not hold the dual query side
+    forward=((128, 64, 8, 2), *[(64, 64, 4, 2, 600)] * 2, (128, 64, 8, 1, 500), _IEEE["forward"][2]),
     forward_dual=((64, 32, 4, 1, 400), (128, 32, 8, 1, 1700), *[(64, 32, 4, 1, 3300)] * 2, _IEEE["forward_dual"][2]),
     key_side=((32, 128, 8, 1), *[(32, 128, 8, 1, 1200)] * 2, (32, 64, 4, 1, 3200), _IEEE["key_side"][2]),
     query_side=((64, 64, 4, 1, 300), *[(128, 64, 8, 1, 800)] * 2, (64, 32, 4, 1, 1400), _IEEE["query_side"][2]),
     key_side_dual=((32, 64, 4, 1, 4300), (32, 64, 4, 1, 3600), None, None, None),
     value_side_dual=((32, 64, 4, 1, 800), (32, 128, 8, 1, 1700), None, None, None),
     query_side_dual=((64, 32, 4, 1, 2000), (64, 32, 4, 1, 3300), None, None, None),
-    score_side=((16, 32, 4, 1),),  # not measured, as its dual
-    score_side_dual=((16, 32, 4, 1, 500),),
+    score_side=((64, 64, 4, 1, 1000), (64, 64, 4, 1, 1000), None, None, None),
+    score_side_dual=((16, 32, 4, 1, 500), (64, 32, 4, 1, 3000), None, None, None),
 )
 _SCORE_SIDE: dict[str, dict] = {  # of the gradient of a bias; within 99 KiB but on sm_90
     "half": dict(
@@ -187,11 +186,13 @@ def column_of(row: tuple[tuple, ...], head_dim: int) -> int:
     return next(i for i, most in enumerate(columns) if head_dim <= most)
 
 
-def lighter(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str) -> Tile:
-    """For calls that read, or work out, more than a product for each score: a bias, dropout, a cap.  (Keys that are the rows of
-    a product stay as many: matrix cores want 64 rows for four warps.)"""
+def lighter(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str, loops: bool = True) -> Tile:
+    """For calls that read, or work out, more than a product for each score: a bias, dropout, a cap.  If the kernel goes through
+    several tiles, those of `_LIGHT_SM90`.  Else no more than 64 streamed rows, in two stages.  (Keys that are the rows of a
+    product stay as many: matrix cores want 64 rows for four warps.)"""
+    row = _LIGHT_SM90.get(job, ()) if loops and dtype in ("float16", "bfloat16") and target == 90 else ()
     column = next(i for i, most in enumerate(HEAD_DIMS_AND_96) if head_dim <= most)
-    if dtype in ("float16", "bfloat16") and target == 90 and column < len(row := _LIGHT_SM90.get(job, ())):
+    if column < len(row):
         return Tile(*row[column])
     of_keys = job.startswith(("key", "value"))
     return tile._replace(block_n=tile.block_n if of_keys else min(64, tile.block_n), num_stages=min(2, tile.num_stages))
@@ -233,9 +234,9 @@ def fitted(tile: Tile, job: str, queries: int, keys: int, least: int = 16) -> Ti
 
 
 def least_rows(job: str, dtype: str, precision: str, head_dim: int, target: int | str) -> int:
-    """The least rows of the result, for `fitted`.  On sm_90 three products of 33 to 128 channels spill, and kernels with
-    tangents in TF32 above 64 channels, by up to 34 KB, except with the instructions for 64 rows, which read one operand from
-    shared memory.  (Compiled ahead of time, not measured.)"""
+    """The least rows of the result, for `fitted`.  On sm_90 two kinds of kernels in float32 take the instructions for 64 rows,
+    which read one operand from shared memory: three products of 33 to 128 channels, and kernels with tangents in TF32 above 64
+    channels.  With fewer rows they spill, the second kind up to 34 KB.  (Compiled ahead of time, not measured.)"""
     channels = padded(head_dim)
     three = precision == "tf32x3" and 32 < channels <= HEAD_DIMS[1]
     tangents = job.endswith("dual") and dtype == "float32" and channels > HEAD_DIMS[0]
@@ -260,7 +261,7 @@ FEW = 32  # queries, beside which all that a call costs is to read the keys and 
 _FOR_FEW = {  # elements of a tile of keys, stages: so that a multiprocessor has room for two or three programs
     "forward": (8192, 3), "forward_dual": (8192, 2), "query_side": (8192, 3), "query_side_dual": (4096, 3)
 }  # fmt: skip
-# Up to 16 queries: keys, warps and stages, by channels up to 32, 64 and 128.  H200, 2026-11-29.
+# Of up to 16 rows: keys, warps and stages, by channels up to 32, 64 and 128.  H200, 2026-11-29.
 _FOR_FEWER: dict[str, dict[str, tuple]] = {
     "half": {job: ((64, 2, 3), (32, 1, 4), (32, 2, stages))
              for job, stages in (("forward", 4), ("forward_dual", 2), ("query_side", 4))},
@@ -269,7 +270,8 @@ _FOR_FEWER: dict[str, dict[str, tuple]] = {
 
 
 def for_few(tile: Tile, job: str, queries: int, keys: int, head_dim: int, dtype: str, least: int) -> Tile:
-    """For few queries and many more keys: the warps share the columns."""
+    """For few queries and many more keys: the warps share the columns.  (Compiled ahead of time, not measured, but for
+    `_FOR_FEWER`.)"""
     rows, channels = rows_for(queries), rows_for(padded(head_dim))
     if rows == 16 and channels <= 128:
         of_kind = _FOR_FEWER["float32" if dtype == "float32" else "half"]
