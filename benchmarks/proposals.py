@@ -85,7 +85,9 @@ class PortableRow:
         if tile != self.present and spills > tile.spill:
             tile = tile._replace(spill=-(-spills // 100) * 100)
         most_have = 4 if tile == Tile(*tile[:4]) else 5 if tile.registers is None else 6
-        row[tiles.column_of(tuple(row), self.head_dim)] = tuple(tile[:most_have])
+        column = tiles.column_of(tuple(row), self.head_dim)
+        row += [None] * (column + 1 - len(row))  # no tile for so many channels yet
+        row[column] = tuple(tile[:most_have])
         entries = ", ".join(map(str, row)) + "," * (len(row) == 1)
         return f"    {self.job}=({entries}),  # {self.head_dim} channels: {about}"
 

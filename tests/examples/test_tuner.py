@@ -176,3 +176,8 @@ def test_without_a_gpu(capsys):
     with pytest.raises(SystemExit):
         tune.main([])
     assert "an NVIDIA GPU must be there" in capsys.readouterr().err
+
+
+def test_a_tile_for_more_channels_than_a_row_has():
+    row = proposals.PortableRow("score_side", 256, "float32", "ieee", 80)
+    assert "None, (16, 16, 8, 1))," in row.written(proposals.Tile(16, 16, 8, 1), 0, "a GPU")
