@@ -190,7 +190,7 @@ def test_few_queries(kind, head_dim, queries, capability):
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), (kernel, constants, resources)
         # of the dual sides: the key side's tile stores up to 4,300 with masks, the query side's 2,700
-        most = {("ieee", 64): 3400, ("tf32", 128): 2700}.get((kind, head_dim), 900)
+        most = {("ieee", 64): 3400, ("ieee", 72): 2700, ("tf32", 128): 2700}.get((kind, head_dim), 900)
         assert resources.spill_stores <= most, (kernel, constants, resources)
 
 
