@@ -122,7 +122,9 @@ def test_features(feature, head_dim, kind, capability):
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), (kernel, resources)
         # of ranges the loop over tiles with rows that nobody sees spills, which the others do not feel
-        most = {"everything": 3200, "ranges": 2500, "soft-cap": 1800}.get(feature, 900)
+        most = {"everything": 2200, "ranges": 2500}.get(feature, 900)
+        if (kernel.__name__, head_dim, kind) == ("query_side", 64, "half"):  # the dual one spills with a cap
+            most = {"everything": 3200, "soft-cap": 1800}.get(feature, most)
         assert resources.spill_stores <= most, (kernel, resources)
         others = ("statistics", "key_means", "look_at_tiles", "list_tiles", "list_few_tiles", "pack", "sum_shares")
         assert resources.mma or kernel.__name__ in others, kernel

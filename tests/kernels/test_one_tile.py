@@ -230,4 +230,5 @@ def test_compiles(length, head_dim, dtype, precision, capability):
         assert kernel.__name__ == "one_tile"
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), resources
-        assert resources.spill_stores <= (5300 if (length, dtype) == (64, "float32") else 2300), resources
+        most = {"float32": 5300, "bfloat16": 2300}[dtype] if length == one_tile.LONGEST else 2000
+        assert resources.spill_stores <= most, resources

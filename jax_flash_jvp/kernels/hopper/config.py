@@ -250,8 +250,6 @@ FROM: dict[int, dict[str, int]] = {
     192: dict(forward=128, forward_dual=128, backward=128, backward_dual=128),
     256: dict(forward=128, forward_dual=128, backward=256, backward_dual=128),
 }
-# Queries and keys for which the portable dual backward has a program a head, 0.88 of the time at 64.  H200, 2026-11-29.
-ONE_TILE = 64
 # Those where every multiprocessor has a block.
 FROM_IF_MANY: dict[int, dict[str, int]] = {
     32: dict(forward=128, forward_dual=128, backward=128, backward_dual=64),

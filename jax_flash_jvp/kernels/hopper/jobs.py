@@ -13,6 +13,7 @@ from jax_flash_jvp.kernels.hopper.plan_one_pass import InOnePass
 from jax_flash_jvp.kernels.hopper.plan_two_sides import TwoSides
 from jax_flash_jvp.kernels.hopper.programs import DIVISIBLE
 from jax_flash_jvp.kernels.launcher import Launcher
+from jax_flash_jvp.kernels.portable import one_tile
 from jax_flash_jvp.kernels.portable.jobs import NO_TANGENT
 from jax_flash_jvp.problem import Operands, Problem, dtype_of
 
@@ -62,7 +63,8 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
         if x.mask is not None and keys <= config.SHORT:
             return Choice(False, f"with a mask of up to {config.SHORT} keys and a head dimension up to 64")
     alone = x.key.shape[2] == heads and x.key_ranges is None
-    if job == "backward_dual" and width <= 64 and max(queries, keys) <= config.ONE_TILE and alone:
+    if job == "backward_dual" and width <= one_tile.CHANNELS and max(queries, keys) <= one_tile.LONGEST and alone:
+        # 0.88 of the time at 64 tokens, H200, 2026-11-29
         return Choice(False, "a program of theirs holds all scores of a head")
     many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
     length, what = min(queries, keys), "the smaller number"

@@ -61,10 +61,10 @@ _HALF_SM90 = dict(
     query_side_dual=((64, 64, 4, 2, 400), (128, 32, 8, 3, 100), (128, 32, 8, 3, 400), (16, 32, 8, 2, 500)),
     score_side=((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)),
 )
-_LIGHT_SM90 = {  # for `lighter`; H200, 2026-11-29
-    "forward": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
-    "key_side": ((64, 64, 4, 3),),
-    "query_side": ((64, 64, 4, 3),),
+_LIGHT_SM90: dict[str, tuple] = {  # for `lighter`; H200, 2026-11-29
+    "forward": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), None),
+    "key_side": ((64, 64, 4, 3), None, None, None),
+    "query_side": ((64, 64, 4, 3), None, None, None),
 }
 _HALF_SM100 = dict(  # sums in tensor memory: 512 columns, which those of Triton before 3.9 fill sooner
     forward=((128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 8, 2)),
@@ -186,14 +186,13 @@ def column_of(row: tuple[tuple, ...], head_dim: int) -> int:
     return next(i for i, most in enumerate(columns) if head_dim <= most)
 
 
-def lighter(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str, loops: bool = True) -> Tile:
+def lighter(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str, loops: bool) -> Tile:
     """For calls that read, or work out, more than a product for each score: a bias, dropout, a cap.  If the kernel goes through
     several tiles, those of `_LIGHT_SM90`.  Else no more than 64 streamed rows, in two stages.  (Keys that are the rows of a
     product stay as many: matrix cores want 64 rows for four warps.)"""
-    row = _LIGHT_SM90.get(job, ()) if loops and dtype in ("float16", "bfloat16") and target == 90 else ()
-    column = next(i for i, most in enumerate(HEAD_DIMS_AND_96) if head_dim <= most)
-    if column < len(row):
-        return Tile(*row[column])
+    row = _LIGHT_SM90.get(job) if loops and dtype in ("float16", "bfloat16") and target == 90 else None
+    if row and (found := row[column_of(row, head_dim)]):
+        return Tile(*found)
     of_keys = job.startswith(("key", "value"))
     return tile._replace(block_n=tile.block_n if of_keys else min(64, tile.block_n), num_stages=min(2, tile.num_stages))
 
@@ -202,7 +201,7 @@ def short(tile: Tile, job: str, head_dim: int, dtype: str, target: int | str) ->
     """For calls that visit a list of tiles.  Their loops are short: on sm_90 it is faster when two programs share a
     multiprocessor, one of which begins or ends while the other multiplies."""
     if dtype not in ("float16", "bfloat16") or target != 90:
-        return lighter(tile, job, head_dim, dtype, target)
+        return lighter(tile, job, head_dim, dtype, target, False)
     changes: dict[tuple, dict[str, int]] = {
         ("forward", 64): dict(registers=128),
         ("forward", 96): dict(block_n=64, num_stages=2),
@@ -261,22 +260,23 @@ FEW = 32  # queries, beside which all that a call costs is to read the keys and 
 _FOR_FEW = {  # elements of a tile of keys, stages: so that a multiprocessor has room for two or three programs
     "forward": (8192, 3), "forward_dual": (8192, 2), "query_side": (8192, 3), "query_side_dual": (4096, 3)
 }  # fmt: skip
-# Of up to 16 rows: keys, warps and stages, by channels up to 32, 64 and 128.  H200, 2026-11-29.
-_FOR_FEWER: dict[str, dict[str, tuple]] = {
-    "half": {job: ((64, 2, 3), (32, 1, 4), (32, 2, stages))
-             for job, stages in (("forward", 4), ("forward_dual", 2), ("query_side", 4))},
-    "float32": dict.fromkeys(("forward", "forward_dual", "query_side"), (None, (32, 2, 2), None)),
-}  # fmt: skip
+# Of up to 16 rows: keys, warps and stages, by channels.  H200, 2026-11-29.
+_FEWER = {32: (64, 2, 3), 64: (32, 1, 4), 128: (32, 2, 4)}
+_FOR_FEWER = {
+    ("half", "forward"): _FEWER,
+    ("half", "forward_dual"): _FEWER | {128: (32, 2, 2)},
+    ("half", "query_side"): _FEWER,
+    **{("float32", job): {64: (32, 2, 2)} for job in ("forward", "forward_dual", "query_side")},
+}
 
 
 def for_few(tile: Tile, job: str, queries: int, keys: int, head_dim: int, dtype: str, least: int) -> Tile:
     """For few queries and many more keys: the warps share the columns.  (Compiled ahead of time, not measured, but for
     `_FOR_FEWER`.)"""
     rows, channels = rows_for(queries), rows_for(padded(head_dim))
-    if rows == 16 and channels <= 128:
-        of_kind = _FOR_FEWER["float32" if dtype == "float32" else "half"]
-        if found := of_kind.get(job, (None,) * 3)[max(0, channels.bit_length() - 6)]:
-            return Tile(rows, *found)
+    kind = "float32" if dtype == "float32" else "half"
+    if rows == 16 and (found := _FOR_FEWER.get((kind, job), {}).get(max(32, channels))):
+        return Tile(rows, *found)
     elements, stages = _FOR_FEW.get(job, (0, 2))
     block_n = min(128, elements // channels // (2 if dtype == "float32" else 1))
     if block_n < 32:  # four warps want as many; and the key side
