@@ -39,6 +39,7 @@ SHAPES = [
     (1, 200, 257, 2, 2, 256, True),
     (64, 50, 50, 4, 4, 64, False),  # one tile
     (64, 64, 49, 2, 2, 32, True),
+    (64, 9, 120, 4, 4, 64, False),  # few queries
 ]
 HOPPER_SHAPES = [
     (2, 1, 65, 2, 2, 64, False),
@@ -119,17 +120,24 @@ def jobs(causal, **features):
 SECOND_ORDER = ("gradient through the tangent", "tangent of the gradient")
 
 
+def together(named):
+    """All of them in one program, which is compiled at once; results by name."""
+    return jax.jit(
+        lambda attention, *arrays: {n: job(attention, *arrays) for n, job in named.items()}, static_argnums=0
+    )
+
+
 def check(family, shape, dtype, **features):
     attention, arrays = by(family), operands(shape)
-    for title, job in jobs(shape[-1], **features).items():
-        if dtype == "float32" and shape[5] > 128 and title in SECOND_ORDER:
-            continue  # no tile is worth launching
-        job = jax.jit(job, static_argnums=0)
-        if dtype == "float32":  # in TF32, whose largest of many errors are a matter of luck
-            oracle.assert_as_exact_on_average(job, attention, arrays, dtype)
-        oracle.assert_as_exact_as_naive(
-            job, attention, arrays, dtype, 0, oracle.TF32_EPSILON if dtype == "float32" else 0
-        )
+    every = jobs(shape[-1], **features)
+    if dtype == "float32" and shape[5] > 128:  # no tile is worth launching
+        every = {title: job for title, job in every.items() if title not in SECOND_ORDER}
+    every = together(every)
+    if dtype == "float32":  # in TF32, whose largest of many errors are a matter of luck
+        oracle.assert_as_exact_on_average(every, attention, arrays, dtype)
+    oracle.assert_as_exact_as_naive(
+        every, attention, arrays, dtype, 0, oracle.TF32_EPSILON if dtype == "float32" else 0
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -167,13 +175,9 @@ def test_hopper_kernels_agree_with_float64(shape, dtype):
 @pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 11, 12, 1, 13, 14)], ids=name)
 def test_float32_is_ieee_when_asked(shape):
     """Wide heads: first order."""
-    titles = [t for t in jobs(False) if shape[5] <= 64 or t not in SECOND_ORDER]
+    every = {t: job for t, job in jobs(shape[-1]).items() if shape[5] <= 64 or t not in SECOND_ORDER}
     with jax.default_matmul_precision("highest"):
-        for title in titles:
-            job = jobs(shape[-1])[title]
-            oracle.assert_as_exact_as_naive(
-                jax.jit(job, static_argnums=0), triton, operands(shape), "float32", largest_score=4
-            )
+        oracle.assert_as_exact_as_naive(together(every), triton, operands(shape), "float32", largest_score=4)
 
 
 IEEE = {  # shape, and by how much queries are larger
@@ -202,10 +206,9 @@ def test_float32_is_ieee_on_average(case, bias):
     arrays = ((query * of_queries, *x, *more[:bias]), (*tx, *more[1 : 1 + bias]), g)
     largest = 0 if of_queries == 1 else 5 * of_queries
     with jax.default_matmul_precision("highest"):
-        for job in jobs(causal).values():
-            job = jax.jit(job, static_argnums=0)
-            oracle.assert_as_exact_as_naive(job, triton, arrays, "float32", largest)
-            oracle.assert_as_exact_on_average(job, triton, arrays, "float32", times=2.5)
+        every = together(jobs(causal))
+        oracle.assert_as_exact_as_naive(every, triton, arrays, "float32", largest)
+        oracle.assert_as_exact_on_average(every, triton, arrays, "float32", times=2.5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
