@@ -61,8 +61,8 @@ def everything(features):
     return compute
 
 
-def arrays(bias, shift=0.0):
-    shapes = [(B, T, H, D), (B, S, H, D), (B, S, H, D), *([bias] if bias else [])]
+def arrays(bias, shift=0.0, keys=S):
+    shapes = [(B, T, H, D), (B, keys, H, D), (B, keys, H, D), *([bias] if bias else [])]
     x, tx = (tuple(oracle.normal(10 * i + j, *s) for j, s in enumerate(shapes)) for i in range(2))
     for of in (x, tx):
         of[1][...] += shift * oracle.normal(5, 1, 1, H, D)
@@ -77,6 +77,19 @@ def test_gradients(name, dtype, launched):
     assert launched.count("one_tile") == 2
     assert not {"query_side", "key_side"} & {*launched}
     assert ("score_side" in launched) == (name == "bias-of-all")
+
+
+@pytest.mark.parametrize("name", ["plain", "lengths", "bias-shared", "mask"])
+def test_few_queries_and_many_keys(name, launched, monkeypatch):
+    monkeypatch.setattr(one_tile, "LONGEST_INTERPRETED", 40)
+    bias, features = CASES[name]
+    shape, more = (*bias[:-1], 40) if bias else None, dict(features)
+    if name == "mask":
+        more["mask"] = oracle.normal(7, B, 1, T, 40) > 0.5
+    if name == "lengths":
+        more["key_value_seq_lengths"] = np.array([0, 40, 23])
+    oracle.assert_as_exact_as_naive(everything(more), attention, arrays(shape, keys=40), "bfloat16")
+    assert launched.count("one_tile") == 2
 
 
 @pytest.mark.parametrize(("batch", "alone"), [(7, True), (8, False)])
@@ -226,9 +239,42 @@ def test_compiles(length, head_dim, dtype, precision, capability):
     jobs.backward(recorder, problem, x, y, (array, None), want)
     if length <= (one_tile.LONGEST if capability == 90 else one_tile.FEWER):
         jobs.backward_dual(recorder, problem, x, y, (array, None), (x, y, (array, None)), want, want)
+    most = {"float32": 5300, "bfloat16": 2300}[dtype] if length == one_tile.LONGEST else 2000
+    check_launches(recorder, capability, most)
+
+
+def check_launches(recorder, capability, most):
     for kernel, signature, constants, options in recorder.launches:
         assert kernel.__name__ == "one_tile"
         resources = compiled(kernel, signature, constants, capability=capability, **options)
         assert resources.fits(capability), resources
-        most = {"float32": 5300, "bfloat16": 2300}[dtype] if length == one_tile.LONGEST else 2000
         assert resources.spill_stores <= most, resources
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("queries", "head_dim", "warps"), [(16, 32, 2), (1, 64, 4)])
+def test_few_queries_compile(queries, head_dim, warps, biased):
+    """The plain backward of up to KEYS_OF_FEW keys; with tangents, of more queries or of more keys there are two sides."""
+
+    def launched(queries, keys):
+        recorder, array = Recorder(90), lambda n: jax.ShapeDtypeStruct((512, n, 8, head_dim), "bfloat16")
+        bias = jax.ShapeDtypeStruct((512, 8, queries, keys), "bfloat16") if biased else None
+        x, y = (
+            Operands(array(queries), array(keys), array(keys), bias),
+            (array(queries), jax.ShapeDtypeStruct((512, 8, queries), "float32")),
+        )
+        given, want = (Problem(scale=0.3), x, y, (y[0], None)), (True, True, True, biased)
+        jobs.backward(recorder, *given, want)
+        plain = [*recorder.launches]
+        jobs.backward_dual(recorder, *given, (x, y, (y[0], None)), want, want)
+        assert one_tile.one_tile not in [kernel for kernel, *_ in recorder.launches[len(plain) :]]
+        recorder.launches[:] = plain
+        return recorder
+
+    check_launches(few := launched(queries, one_tile.KEYS_OF_FEW), 90, 300)
+    assert few.launches[0][3]["num_warps"] == warps
+    for other in (
+        launched(queries, one_tile.KEYS_OF_FEW + 1),
+        launched(one_tile.FEW_QUERIES + 1, one_tile.KEYS_OF_FEW),
+    ):
+        assert one_tile.one_tile not in [kernel for kernel, *_ in other.launches]

@@ -66,7 +66,8 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
     if job == "backward_dual" and width <= one_tile.CHANNELS and max(queries, keys) <= one_tile.LONGEST and alone:
         # 0.88 of the time at 64 tokens, H200, 2026-11-29
         return Choice(False, "a program of theirs holds all scores of a head")
-    many = batch * heads * triton.cdiv(queries, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
+    fill = lambda heads, rows: batch * heads * triton.cdiv(rows, 2 * GROUP) >= (launcher.multiprocessors or math.inf)
+    many = fill(heads, queries)
     length, what = min(queries, keys), "the smaller number"
     sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
     # programs share blocks of few queries, and what idle ones do costs nothing; the forward of many such blocks has idle rows
@@ -74,6 +75,8 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
     if counts and length >= GROUP:
         length, what = math.isqrt(queries * keys), "√(queries × keys)"
     shortest = (config.FROM_IF_MANY if many else config.FROM)[width][job]
+    if job == "backward" and counts and fill(x.key.shape[2], keys):
+        shortest = min(shortest, config.FROM_IF_MANY_KEYS)
     return Choice(length >= shortest, f"the Hopper kernels run if {what} is at least {shortest}")
 
 
