@@ -40,6 +40,7 @@ SHAPES = [
     (64, 50, 50, 4, 4, 64, False),  # one tile
     (64, 64, 49, 2, 2, 32, True),
     (64, 9, 120, 4, 4, 64, False),  # few queries
+    (64, 30, 32, 4, 4, 40, True),
 ]
 HOPPER_SHAPES = [
     (2, 1, 65, 2, 2, 64, False),

@@ -509,7 +509,9 @@ def test_warps_divide_the_registers_of_a_program(groups, registers):
     ("batch", "queries", "keys", "head_dim", "taken"),
     [
         (8, 64, 4096, 64, "forward forward_dual backward backward_dual"),  # H200, 2026-11-28 and 29
+        (8, 64, 4096, 32, "forward_dual backward_dual"),
         (8, 64, 2048, 64, "forward_dual"),
+        (1, 512, 520, 64, "forward forward_dual backward_dual"),
         (1, 32, 65536, 64, ""),  # half of a warpgroup would be idle
         (1, 1024, 4096, 64, "forward forward_dual backward backward_dual"),
         (1, 512, 2048, 64, "forward forward_dual backward backward_dual"),

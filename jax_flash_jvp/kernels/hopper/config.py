@@ -259,6 +259,6 @@ FROM_IF_MANY: dict[int, dict[str, int]] = {
     192: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
     256: dict(forward=64, forward_dual=64, backward=64, backward_dual=64),
 }
-# Of few queries, where every multiprocessor has a block of keys, √(queries × keys) from which the backward is faster.  H200,
-# 2026-11-28 and 29: 0.83 of the time of T64 S4096 with 64 heads.
-FROM_IF_MANY_KEYS = 512
+# With so few queries that only blocks of keys fill the GPU, √(queries × keys) from which the backward is faster, by width.  H200,
+# 2026-11-28 and 29: of T64 S4096 with 64 heads 0.83 of the time.
+FROM_IF_KEYS_ARE_MANY = {64: 512}

@@ -72,11 +72,11 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
     sees_all = problem.reach(queries, keys) == (None, None) and all(a is None for a in x[3:])
     # programs share blocks of few queries, and what idle ones do costs nothing; the forward of many such blocks has idle rows
     counts = (keys < queries or job.startswith("backward")) if many else sees_all and queries < keys
+    shortest = (config.FROM_IF_MANY if many else config.FROM)[width][job]
     if counts and length >= GROUP:
         length, what = math.isqrt(queries * keys), "√(queries × keys)"
-    shortest = (config.FROM_IF_MANY if many else config.FROM)[width][job]
-    if job == "backward" and counts and fill(x.key.shape[2], keys):
-        shortest = min(shortest, config.FROM_IF_MANY_KEYS)
+        if job == "backward" and queries <= 2 * GROUP and fill(x.key.shape[2], keys):
+            shortest = min(shortest, config.FROM_IF_KEYS_ARE_MANY.get(width, shortest))
     return Choice(length >= shortest, f"the Hopper kernels run if {what} is at least {shortest}")
 
 

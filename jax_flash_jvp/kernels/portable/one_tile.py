@@ -48,9 +48,10 @@ from jax_flash_jvp.kernels.portable.visibility import kept, selected, thinned, v
 # channels; and on other GPUs, where nothing was timed, all but the plain backward of 33 to 64 channels.
 LONGEST, FEWER, CHANNELS = 64, 32, 64
 LONGEST_INTERPRETED = 16  # as the blocks of the other kernels
-# Of so few queries the plain backward in half precision has more keys, whose gradients want more registers: H200, 2026-11-29, 0.7
-# of the time of two sides.  With tangents it takes 1.6 of it; of 197 keys, with spills, 0.9 to 1.04.
-FEW_QUERIES, KEYS_OF_FEW = 16, 128
+# Of so few queries the plain backward in half precision has more keys, whose gradients want more registers; of these channels, as
+# others were not timed.  H200, 2026-11-29: forward and backward in 0.77 of the time of two sides; with tangents 1.3 to 1.9; of
+# 197 keys, with spills, 0.92 to 1.04.
+FEW_QUERIES, KEYS_OF_FEW, CHANNELS_OF_FEW = 16, 128, (32, 64)
 ELEMENTS, ELEMENTS_OF_FEW = 512, 2048  # of scores, or of the operands' rows, for each warp
 PROGRAMS = 4  # for each multiprocessor, which has registers for so many of two warps; measured with 31 alone
 
@@ -64,8 +65,8 @@ def serves(call: Any, d_o: Any, dual: bool) -> bool:
     slower = dual and call.dtype == "float32" and not (wide and call.precision == "tf32x3")
     elsewhere = target != 90 and (dual or not wide)
     longest = LONGEST_INTERPRETED if interpreted else FEWER if slower or elsewhere else LONGEST
-    few = target == 90 and call.query_length <= FEW_QUERIES and call.dtype != "float32" and not dual
-    most_keys = KEYS_OF_FEW if few else longest
+    few = target == 90 and call.query_length <= FEW_QUERIES and padded(call.widest) in CHANNELS_OF_FEW
+    most_keys = KEYS_OF_FEW if few and call.dtype != "float32" and not dual else longest
     if call.query_length > longest or call.key_length > most_keys or call.widest > CHANNELS or d_o is None:
         return False
     if features.partial or features.rows_of_head or features.ranges.present or call.query_heads != call.key_heads:
@@ -90,8 +91,10 @@ def backward(call: Any, inputs: Mapping[str, Any], of_lse, tx: Any, want: Any, w
     """The wanted gradients, by the names of outputs; of the bias where `sums_bias`, else statistics of rows for its kernel."""
     n_h, dtype, bias = heads_each(call), call.result_dtype, call.x.bias
     rows_m, rows_n = rows_for(call.query_length), rows_for(call.key_length)
-    each = ELEMENTS_OF_FEW if rows_n > LONGEST else ELEMENTS
-    warps = max(1, min(4, max(rows_m, rows_n) * max(min(rows_m, rows_n), padded(call.widest)) // each))
+    elements = max(rows_m, rows_n) * max(min(rows_m, rows_n), padded(call.widest))
+    warps = triton.next_power_of_2(
+        elements // (ELEMENTS_OF_FEW if rows_n > LONGEST else ELEMENTS)
+    )  # of 40 channels three
     of_bias = Output(tuple(bias.shape), dtype(bias)) if sums_bias(call) else None
     shapes = dict(Q=call.query_gradient, K=call.key_gradient, V=call.value_gradient, BIAS=of_bias)
     outputs: dict[str, Output | None] = {}
@@ -112,7 +115,7 @@ def backward(call: Any, inputs: Mapping[str, Any], of_lse, tx: Any, want: Any, w
         dict(
             call.constants, BM=rows_m, BN=rows_n, CORRECTED=call.dtype != "float32" or call.precision == UNROUNDED.value,
             TANGENT=any(want_tangent), STATISTICS=leaves, **wanted, **has,
-        ), num_warps=warps, num_stages=1,
+        ), num_warps=max(1, min(4, warps)), num_stages=1,
     )  # fmt: skip
     return {name: a for name, a in call.launcher.launch(launch).items() if a is not None}
 
