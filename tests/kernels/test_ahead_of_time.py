@@ -1,5 +1,6 @@
 """Every shipped tile, compiled without a GPU; and what JAX would launch."""
 
+import contextlib
 import itertools
 import re
 
@@ -194,6 +195,28 @@ def test_few_queries(kind, head_dim, queries, capability):
         # of the dual sides: the key side's tile stores up to 4,300 with masks, the query side's 2,700
         most = {("ieee", 64): 3400, ("ieee", 72): 2700, ("tf32", 128): 2700}.get((kind, head_dim), 900)
         assert resources.spill_stores <= most, (kernel, constants, resources)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "ieee")])
+def test_the_number_of_warps_is_a_power_of_two(dtype, precision):
+    """Else Triton raises, at that head dimension and length alone."""
+    warps = set()
+    for head_dim, queries, keys, capability in itertools.product(
+        range(8, 257, 8), (1, 30, 300), (20, 100, 300), (80, 90)
+    ):
+        array = lambda length, d=head_dim: jax.ShapeDtypeStruct((64, length, 4, d), dtype)
+        x, y = (
+            Operands(array(queries), array(keys), array(keys)),
+            (array(queries), jax.ShapeDtypeStruct((64, 4, queries), "float32")),
+        )
+        given, wanted = (Recorder(capability), Problem(scale=0.1, precision=precision), x), (True, True, True, False)
+        with contextlib.suppress(NotImplementedError):  # no tile fits
+            jobs.forward(*given)
+            jobs.backward(*given, y, (y[0], None), wanted)
+            jobs.forward(*given, x)
+            jobs.backward_dual(*given, y, (y[0], None), (x, y, (y[0], None)), wanted, wanted)
+        warps |= {options["num_warps"] for *_, options in given[0].launches}
+    assert warps <= {1, 2, 4, 8, 16}
 
 
 @pytest.mark.thorough
