@@ -11,7 +11,7 @@ import numpy as np
 
 from everyday import Call, checked, entries, joined
 from jax_calls import out_of_memory, release  # noqa: F401 (what `attempt` asks of a framework)
-from jax_flash_jvp import dot_product_attention, visibility
+from jax_flash_jvp import dot_product_attention
 from measure import relative_errors
 
 # Calls in what is timed at once, of long and of short ones: to begin a chain takes 0.3 ms, more or less.
@@ -57,7 +57,7 @@ def visible(call: Call) -> dict[str, Any]:
 def ours(call: Call, implementation: str | None = None) -> Callable:
     extra = visible(call)
     if call.kind == "causal" and not extra:
-        extra = dict(key_ranges=visibility.causal(call.queries, offset=call.keys - call.queries))
+        extra = dict(is_causal=True, causal_alignment="lower_right")
     return functools.partial(dot_product_attention, implementation=implementation, **extra)
 
 

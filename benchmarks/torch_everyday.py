@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from everyday import Call, checked, entries, joined
-from jax_flash_jvp import visibility
 from measure import relative_errors
 from torch_bridge import scaled_dot_product_attention
 from torch_calls import DEVICE, out_of_memory, release, to_numpy, wait  # noqa: F401 (`attempt` asks for the first two)
@@ -64,12 +63,10 @@ def _bias(call: Call, normal: Callable) -> list[torch.Tensor]:
 
 def ours(call: Call) -> Callable:
     fixed: dict[str, Any] = dict(enable_gqa=call.heads != call.key_heads)
-    if call.kind == "causal" and call.queries == call.keys:
-        fixed["is_causal"] = True
-    elif call.kind in ("causal", "window"):
-        left, offset = (256, 0) if call.kind == "window" else (None, call.keys - call.queries)
-        like = torch.empty((), device=DEVICE)
-        fixed["key_ranges"] = visibility.window(call.queries, left, 0, offset=offset, like=like)
+    if call.kind == "causal":
+        fixed |= dict(is_causal=True, causal_alignment="upper_left" if call.queries == call.keys else "lower_right")
+    elif call.kind == "window":
+        fixed["local_window_size"] = (256, 0)
 
     def attention(q, k, v, attn_mask=None, lengths=None):
         given = {} if lengths is None else dict(key_value_seq_lengths=lengths)
