@@ -197,6 +197,23 @@ def test_few_queries(kind, head_dim, queries, capability):
         assert resources.spill_stores <= most, (kernel, constants, resources)
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
+@pytest.mark.thorough
+def test_one_key_fits(head_dim):
+    """In IEEE precision, where the compiler knows that there is one, and loads all at once."""
+    array = lambda length: jax.ShapeDtypeStruct((2, length, 2, head_dim), "float32")
+    x, y = (
+        Operands(array(1000), array(1), array(1)),
+        (array(1000), jax.ShapeDtypeStruct((2, 2, 1000), "float32")),
+    )
+    recorder, problem = Recorder(90), Problem(scale=0.1, precision="ieee")
+    jobs.forward(recorder, problem, x)
+    jobs.backward(recorder, problem, x, y, (y[0], None), (True, True, True, False))
+    for kernel, signature, constants, options in recorder.launches:
+        resources = compiled(kernel, signature, constants, capability=90, **options)
+        assert resources.fits(90), (kernel, resources)
+
+
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "ieee")])
 def test_the_number_of_warps_is_a_power_of_two(dtype, precision):
     """Else Triton raises, at that head dimension and length alone."""

@@ -226,6 +226,10 @@ def fitted(tile: Tile, job: str, queries: int, keys: int, least: int = 16) -> Ti
     elif not by_score:
         rows_m = max(least, rows_m)
     block_m, block_n = min(tile.block_m, rows_m), min(tile.block_n, rows_n)
+    if (
+        least > 16 and block_n == 16 and not by_key
+    ):  # of one key all is loaded at once, which 128 rows leave no memory for
+        block_m = min(block_m, least)
     fewer = 1 if by_key else tile.block_m // block_m
     if by_key or by_score:
         fewer *= tile.block_n // block_n
