@@ -75,8 +75,8 @@ def choice(job: str, launcher: Launcher, problem: Problem, x: Operands) -> Choic
     shortest = (config.FROM_IF_MANY if many else config.FROM)[width][job]
     if counts and length >= GROUP:
         length, what = math.isqrt(queries * keys), "√(queries × keys)"
-        if job == "backward" and queries <= 2 * GROUP and fill(x.key.shape[2], keys):
-            shortest = min(shortest, config.FROM_IF_KEYS_ARE_MANY.get(width, shortest))
+        if job == "backward" and not many and queries <= 2 * GROUP and fill(x.key.shape[2], keys):
+            shortest = config.FROM_IF_KEYS_ARE_MANY.get(width, shortest)
     return Choice(length >= shortest, f"the Hopper kernels run if {what} is at least {shortest}")
 
 

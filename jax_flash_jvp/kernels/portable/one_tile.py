@@ -92,9 +92,8 @@ def backward(call: Any, inputs: Mapping[str, Any], of_lse, tx: Any, want: Any, w
     n_h, dtype, bias = heads_each(call), call.result_dtype, call.x.bias
     rows_m, rows_n = rows_for(call.query_length), rows_for(call.key_length)
     elements = max(rows_m, rows_n) * max(min(rows_m, rows_n), padded(call.widest))
-    warps = triton.next_power_of_2(
-        elements // (ELEMENTS_OF_FEW if rows_n > LONGEST else ELEMENTS)
-    )  # of 40 channels three
+    each = ELEMENTS_OF_FEW if rows_n > LONGEST else ELEMENTS
+    warps = max(1, min(4, triton.next_power_of_2(elements // each)))  # of 33 to 48 channels three would do
     of_bias = Output(tuple(bias.shape), dtype(bias)) if sums_bias(call) else None
     shapes = dict(Q=call.query_gradient, K=call.key_gradient, V=call.value_gradient, BIAS=of_bias)
     outputs: dict[str, Output | None] = {}
@@ -115,7 +114,7 @@ def backward(call: Any, inputs: Mapping[str, Any], of_lse, tx: Any, want: Any, w
         dict(
             call.constants, BM=rows_m, BN=rows_n, CORRECTED=call.dtype != "float32" or call.precision == UNROUNDED.value,
             TANGENT=any(want_tangent), STATISTICS=leaves, **wanted, **has,
-        ), num_warps=max(1, min(4, warps)), num_stages=1,
+        ), num_warps=warps, num_stages=1,
     )  # fmt: skip
     return {name: a for name, a in call.launcher.launch(launch).items() if a is not None}
 
