@@ -23,6 +23,7 @@ import pytest
 import mutants
 from jax_flash_jvp import interpret
 from jax_flash_jvp.kernels.features import Features
+from jax_flash_jvp.kernels.hopper import config  # noqa: F401 (before anything stands in for Gluon)
 from jax_flash_jvp.kernels.launcher import DESCRIBED, InPlace, Rows
 
 PACKAGE = "jax_flash_jvp.kernels.hopper"
